@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -244,15 +245,11 @@ class Collectives:
     def _shard(
         self, span: Array, attrs: Mapping[str, Any], sizes: Sequence[int] | None, index: int
     ) -> Array:
-        count = len(attrs["group"])
-        if attrs.get("equal") and len(span) % count:
-            raise NotShown(f"{len(span)} positions are not cut into {count} equal parts")
-        if sizes is None:
-            sizes = [len(span) // count + (i < len(span) % count) for i in range(count)]
-        if len(sizes) != count or sum(sizes) != len(span):
-            raise NotShown(f"{len(span)} positions are cut into {list(sizes)}")
-        start = sum(sizes[:index])
-        return span[start : start + sizes[index]]
+        try:
+            start, end = shard_bounds(len(span), sizes, attrs)[index]
+        except ValueError as error:
+            raise NotShown(str(error)) from None
+        return span[start:end]
 
     def _with(self, held: Held, axis: int, spans: Sequence[Array]) -> tuple[Family, ...]:
         return (*held.dims[:axis], self.families.of(spans), *held.dims[axis + 1 :])
@@ -340,6 +337,24 @@ class Collectives:
 
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -np.inf, "min": np.inf}
 """What changes no result of a reduction, by its op."""
+
+
+def shard_bounds(
+    size: int, sizes: Sequence[int] | None, attrs: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """The bounds of the members' shards, of these sizes, or of sizes as equal as possible. Errors:
+    ValueError if they are not those of a dimension."""
+    count = len(attrs["group"])
+    if attrs.get("equal") and size % count:
+        raise ValueError(f"{size} positions are not cut into {count} equal parts")
+    if sizes is None:
+        sizes = [size // count + (i < size % count) for i in range(count)]
+    ends = list(accumulate(map(int, sizes)))
+    if len(ends) != count or ends[-1] != size:
+        raise ValueError(f"{size} positions are cut into {list(sizes)}")
+    return list(zip([0, *ends], ends, strict=False))
+
+
 _Part = tuple[tuple[Family, ...], tuple[Partial, ...]]
 _RULES = {
     "AllReduce": Collectives.all_reduce,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from onnx import NodeProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.new_folder import check_place, new_folder
+from onnxpar.equivalence.collectives import shard_bounds
 from onnxpar.equivalence.evaluate import NotComputed, Values
 from onnxpar.equivalence.program import Node, Program
 from onnxpar.equivalence.ranks import PLUGIN, RankNode
@@ -128,7 +128,7 @@ class _Graph:
 
         def cut(i: int, axis: int, sizes: Sequence[int] | None, index: int) -> str:
             """A shard of a member's tensor."""
-            bounds = _bounds(shapes[i][axis], sizes, len(group))
+            bounds = shard_bounds(shapes[i][axis], sizes, {"group": group})
             return self._slice(parts[i], axis, *bounds[index])
 
         def lists(index: int) -> list[list[int]]:
@@ -142,8 +142,8 @@ class _Graph:
             whole = self._add(reduction, parts, target if is_whole else f"{target}::whole")
             if not is_whole:
                 axis = int(mine["axis"]) % len(shapes[me])
-                bounds = _bounds(shapes[me][axis], mine.get("sizes"), len(group))[me]
-                self._slice(whole, axis, *bounds, target)
+                bounds = shard_bounds(shapes[me][axis], mine.get("sizes"), {"group": group})
+                self._slice(whole, axis, *bounds[me], target)
             return
         if op == "AllToAll":
             pieces = [
@@ -201,14 +201,6 @@ class _Graph:
         )  # fmt: skip
         imports = [helper.make_opsetid(d, v) for d, v in opsets.items() if d != PLUGIN]
         return helper.make_model(graph, opset_imports=imports, ir_version=10)
-
-
-def _bounds(size: int, sizes: Sequence[int] | None, count: int) -> list[tuple[int, int]]:
-    """The bounds of shards of these sizes, or of sizes as equal as possible."""
-    if sizes is None:
-        sizes = [size // count + (i < size % count) for i in range(count)]
-    ends = list(accumulate(map(int, sizes)))
-    return list(zip([0, *ends], ends, strict=False))
 
 
 def _port(name: str, value: Array) -> onnx.ValueInfoProto:

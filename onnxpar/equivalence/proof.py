@@ -73,11 +73,13 @@ class Proof:
         """What ranks have as the default, or the first value, of an input must be the model's."""
         firsts = self.bundle.first_values()
         initial = {p["input"]: p.get("initial") for p in self.bundle.plan.get("states", ())}
-        on_host, is_same = self.bundle.plan.get("on_host"), self.bundle.files.is_same
+        on_host, compared = self.bundle.plan.get("on_host"), self.bundle.compared
         for port in self.bundle.plan["inputs"]:
             name, dims = port["name"], self.bundle.families(port, self.families)
+            if dims is None or self.weights.is_believed(self.model.defaults, name):
+                continue
             whole = self.model.defaults.get(name)
-            if whole is None or dims is None:
+            if whole is None:
                 continue
             text = ""
             for rank, program in enumerate(self.ranks.programs):
@@ -87,7 +89,9 @@ class Proof:
                     values.append(firsts[rank].get(name))
                 if initial.get(name) == "stored" and values[-1] is None and not on_host:
                     text = f"rank {rank} has no first value of it"
-                if not all(v is None or is_same(v, whole, spans) for v in values):
+                same = self.bundle.files.is_same
+                given = [value for value in values if value is not None]
+                if not all(same(value, whole, spans, compared) for value in given):
                     text = f"rank {rank} has another value of it than the model"
             if initial.get(name) == "zero" and whole.any():
                 text = "ranks begin with zeros, and the model does not"

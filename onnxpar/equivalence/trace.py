@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.collectives import Collectives
-from onnxpar.equivalence.evaluate import NotComputed, communicate
+from onnxpar.equivalence.collectives import Collectives, shard_bounds
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
 from onnxpar.equivalence.program import Node, Shape
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
-from onnxpar.equivalence.spans import Families, places_of, spans_of
+from onnxpar.equivalence.runs import Runs
+from onnxpar.equivalence.spans import Families
 
-MOST_ELEMENTS = 1 << 25
-"""The most elements of all ranks' parts of a tensor that are followed."""
 MOVED = frozenset([*RESHAPES, "Transpose", "Concat", "Split", "Slice", "Gather", "Identity"])
 """The ops whose results `move` computes."""
 _COLLECTIVES = (
@@ -37,7 +36,7 @@ _COLLECTIVES = (
 )
 _PLACES = 1 << 40
 """Numbers of one tensor of the model: more than it has elements."""
-_Numbers = list[Array]
+_Numbers = list[Runs]
 
 
 class Trace:
@@ -72,7 +71,7 @@ class Trace:
                 continue
             try:
                 moved = self._sent(node, op) if is_sent else self._moved(node)
-            except (NotShown, NotComputed, ValueError, IndexError, TypeError):
+            except (NotShown, ValueError, IndexError, TypeError):
                 continue
             for name, numbers in zip(results, moved, strict=True):
                 self.numbers[name] = numbers
@@ -93,25 +92,23 @@ class Trace:
 
     def _numbered(self, held: Held) -> _Numbers:
         shape = self.shapes.get(held.term)
-        count = sum(math.prod(f.sizes[rank] for f in held.dims) for rank in range(self.ranks.size))
-        if shape is None or count > MOST_ELEMENTS:
-            raise NotShown(f"{held.name!r} is too large to follow")
+        if shape is None or len(shape) != len(held.dims):
+            raise NotShown(f"the shape of {held.term!r} is unknown")
         kind = held.term, held.partial
         if kind not in self.kinds:
             self.kinds.append(kind)
-        start = self.kinds.index(kind) * _PLACES
-        numbers = []
-        for rank in range(self.ranks.size):
-            spans = [family.spans[rank] for family in held.dims]
-            numbers.append(places_of(spans, shape) + start)
-        return numbers
+        first = self.kinds.index(kind) * _PLACES
+        return [
+            Runs.at([family.spans[rank] for family in held.dims], shape, first)
+            for rank in range(self.ranks.size)
+        ]
 
     def _moved(self, node: RankNode) -> list[_Numbers]:
         """The numbers of a node's results."""
         data = node.first.inputs if node.first.op == "Concat" else node.first.inputs[:1]
         operands = [self._of(name) for name in data]
         by_rank = [
-            move(own, [o[rank] for o in operands], self._constants(own, rank))
+            _move_runs(own, [o[rank] for o in operands], self._constants(own, rank))
             for rank, own in enumerate(node.nodes)
         ]
         return [list(each) for each in zip(*by_rank, strict=True)]
@@ -135,19 +132,38 @@ class Trace:
             own = self._reduced(own, attrs)
             if op == "AllReduce":
                 return [own]
-        values = [{node.first.inputs[0]: numbers} for numbers in own]
-        communicate(node, values, None if op != "ReduceScatter" else _pick)
-        return [[value[node.first.outputs[0]] for value in values]]
+        return [[self._received(own, attrs, op, rank) for rank in range(self.ranks.size)]]
 
-    def _reduced(self, own: _Numbers, attrs: Sequence[Mapping[str, object]]) -> _Numbers:
+    def _received(
+        self, own: _Numbers, attrs: Sequence[Mapping[str, Any]], op: str, rank: int
+    ) -> Runs:
+        """The numbers that a collective other than an AllReduce gives a rank."""
+        mine, group = attrs[rank], list[int](attrs[rank]["group"])
+        me, parts = group.index(rank), [own[member] for member in group]
+        if op == "ReduceScatter":
+            return _shard(parts[me], "axis", "sizes", mine, me)
+        if op == "AllGather":
+            return Runs.join(parts, int(mine["axis"]))
+        if op == "AllToAll":
+            cut = [
+                _shard(part, "split_axis", "split_sizes", a, me)
+                for part, a in zip(parts, (attrs[m] for m in group), strict=True)
+            ]
+            return Runs.join(cut, int(mine["concat_axis"]))
+        source = int(mine.get("root", 0)) if op == "Broadcast" else int(mine["sources"][me])
+        if source < 0:
+            raise NotShown(f"rank {rank} gets zeros")
+        return parts[source]
+
+    def _reduced(self, own: _Numbers, attrs: Sequence[Mapping[str, Any]]) -> _Numbers:
         results = []
         for rank, attr in enumerate(attrs):
-            group = [int(m) for m in attr["group"]]  # type: ignore[attr-defined]
-            if any(not np.array_equal(own[m], own[rank]) for m in group):
+            group = [int(m) for m in attr["group"]]
+            if any(not own[m].same(own[rank]) for m in group):
                 raise NotShown("members reduce other elements")
-            kinds = np.unique(own[rank] // _PLACES)
-            numbers = own[rank]
-            for kind in kinds.tolist():
+            starts = own[rank].starts
+            kinds = starts // _PLACES
+            for kind in np.unique(kinds).tolist():
                 term, partial = self.kinds[kind]
                 if not partial:
                     raise NotShown(f"{term!r} would be counted once for each member")
@@ -157,28 +173,72 @@ class Trace:
                 if (term, ()) not in self.kinds:
                     self.kinds.append((term, ()))
                 whole = self.kinds.index((term, ()))
-                is_of_kind = own[rank] // _PLACES == kind
-                numbers = np.where(is_of_kind, numbers + (whole - kind) * _PLACES, numbers)
-            results.append(np.asarray(numbers))
+                starts = np.where(kinds == kind, starts + (whole - kind) * _PLACES, starts)
+            results.append(Runs(own[rank].shape, starts, own[rank].counts))
         return results
 
     def _held(self, name: str, numbers: _Numbers) -> Held | None:
         """The relation that numbers say; None if there is none."""
-        kinds = {int(k) for each in numbers for k in np.unique(each // _PLACES)}
+        kinds = {int(k) for each in numbers for k in np.unique(each.starts // _PLACES)}
         if len(kinds) != 1:
             return None
-        term, partial = self.kinds[kinds.pop()]
+        kind = kinds.pop()
+        term, partial = self.kinds[kind]
         shape = self.shapes[term]
         spans: list[list[Array]] = [[] for _ in shape]
         for each in numbers:
-            if each.ndim != len(shape):
-                return None
-            own = spans_of(each % _PLACES, shape)
+            own = _spans_of(each, shape, kind * _PLACES)
             if own is None:
                 return None
             for axis, span in enumerate(own):
                 spans[axis].append(span)
         return Held(term, name, tuple(map(self.families.of, spans)), partial)
+
+
+def _spans_of(runs: Runs, shape: Shape, first: int) -> list[Array] | None:
+    """The positions of each dimension of a tensor at which the elements with these numbers are;
+    None if they are at no such positions. Beside an empty dimension, positions hold nothing, and
+    are the first ones."""
+    if len(runs.shape) != len(shape):
+        return None
+    if 0 in runs.shape:
+        return [np.arange(n) % max(size, 1) for n, size in zip(runs.shape, shape, strict=True)]
+    spans = [
+        (runs.line(axis) - first) // math.prod(shape[axis + 1 :]) % size
+        for axis, size in enumerate(shape)
+    ]
+    return spans if runs.same(Runs.at(spans, shape, first)) else None
+
+
+def _shard(runs: Runs, axis: str, sizes: str, attrs: Mapping[str, Any], index: int) -> Runs:
+    """The shard of one member; `axis` and `sizes` are names of attributes."""
+    at = int(attrs[axis])
+    return runs.cut(at, *shard_bounds(runs.shape[at], attrs.get(sizes), attrs)[index])
+
+
+def _move_runs(node: Node, operands: Sequence[Runs], others: Sequence[Array | None]) -> list[Runs]:
+    """The results of a node that moves elements; `others` are the operands behind these."""
+    x = operands[0]
+    if node.op in ("Identity", "Gate"):
+        return [x]
+    if node.op in RESHAPES:
+        return [x.reshape(tuple(shape_after(node, x.shape, others[0] if others else None)))]
+    axis = int(node.attrs.get("axis", 0))
+    if node.op == "Concat":
+        return [Runs.join(operands, axis)]
+    if node.op == "Split" and others and others[0] is not None:
+        ends = np.cumsum(others[0]).tolist()
+        if ends[-1] != x.shape[axis]:
+            raise ValueError("a Split has other sizes")
+        return [x.cut(axis, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    if node.op == "Slice":
+        values = [*others, *[None] * (4 - len(others))]
+        chosen = slice_positions(values, x.shape)
+        if all(len(own) and (np.diff(own) == 1).all() for own in chosen.values()):
+            for place, own in chosen.items():
+                x = x.cut(place, int(own[0]), int(own[-1]) + 1)
+            return [x]
+    return [Runs.of(each) for each in move(node, [each.numbers for each in operands], others)]
 
 
 def move(node: Node, operands: Sequence[Array], others: Sequence[Array | None]) -> list[Array]:
@@ -205,8 +265,3 @@ def move(node: Node, operands: Sequence[Array], others: Sequence[Array | None]) 
     for place, chosen in slice_positions(values, x.shape).items():
         x = np.take(x, chosen, place)
     return [x]
-
-
-def _pick(parts: Sequence[Array]) -> Array:
-    """Of equal parts, one."""
-    return parts[0]
