@@ -213,7 +213,9 @@ class Walk:
                     self.refused.pop(key, None)
         if key not in self.proved and node.kind == ("", "Gather"):
             self._look_up(node)
-        if key not in self.proved:
+        if key in self.proved:
+            self.refused.pop(key, None)
+        else:
             self.refused[key] = Refusal(node, reasons)
 
     def _look_up(self, node: Node) -> None:

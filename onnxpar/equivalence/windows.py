@@ -44,6 +44,8 @@ MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
 MOST_COMPARED = 1 << 22
 """The most elements of a constant of the model among which numbers of ranks are looked for."""
+MOST_COUNTED = 1 << 16
+"""About the most values of a result that are counted as evidence."""
 MOST_KEPT = 200
 """The most nodes of ranks in a window that is kept."""
 MOST_ELEMENTS = 1 << 26
@@ -66,7 +68,7 @@ class _Evidence:
 
     def add(self, value: Array) -> None:
         """Adds the value of a draw."""
-        flat = value.reshape(-1)
+        flat = _some(value.reshape(-1))
         self.is_empty = not flat.size
         if value.dtype.kind == "b":
             self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
@@ -480,13 +482,18 @@ def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) ->
         yield parts[rank]
 
 
+def _some(flat: Array) -> Array:
+    """Some of many values, evenly."""
+    return flat[:: max(1, len(flat) // MOST_COUNTED)]
+
+
 def ordinary(values: Array) -> float:
     """The largest magnitude of values but for those far beyond most: numbers such as -1e9, which
     masks put in, are no measure of what rounding may do to the others."""
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
     if not sizes.size:
         return 0.0
-    return float(min(sizes.max(), 1e3 * np.median(sizes)))
+    return float(min(sizes.max(), 1e3 * np.median(_some(sizes))))
 
 
 def same(a: Array, b: Array, is_exact: bool) -> bool:
