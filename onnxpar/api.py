@@ -101,7 +101,7 @@ def shard(
     with model_file(model) as path:
         observer = observers([saver, explainer], dump)
         files = [Path(file) for file in shorter]
-        prove = Prover(path, target) if verify else None
+        prove = Prover(path, target, files) if verify else None
         made = sharder.shard(path, target, asked, progress, observer, ranks, files, prove)
     saver.write()
     return _with_steps(made, explainer, asked)
@@ -196,10 +196,11 @@ def verify(
     par: File,
     *,
     dims: Mapping[str, int] | None = None,
-    least: Literal["exact", "lemma", "sampled"] = "sampled",
+    least: Literal["exact", "lemma", "sampled", "assumed"] = "assumed",
     weights: Literal["all", "sample", "none"] = "all",
     seed: int = 0,
     keep: File | None = None,
+    shorter: Sequence[File] = (),
 ) -> Verification:
     """Proves from the files alone that the ranks of a sharded model compute the unsplit model, or
     says where the proof ends; runs neither.
@@ -208,12 +209,15 @@ def verify(
     par    the folder that `shard` wrote; or one with rank files of others and a ports.json
     dims   values of open sizes; the others are those of the plan's example
     least  the weakest proof of a node that is accepted: exact (arithmetic on positions), lemma (the
-           rule of an op), or sampled (both sides computed on drawn values)
+           rule of an op), sampled (both sides computed on drawn values), or assumed (believed
+           without proof, for a reason that the result names)
     weights  how much of the weights in files is compared: all, a sample of their rows, or none:
              then they need not exist, and ranks are believed to hold what plan.json says
     seed   of drawn values
     keep   a new folder to write the part of the model, and of its ranks, to where the proof ends:
            two models that onnxruntime runs, and values of their inputs
+    shorter  of a training step, the steps for shorter samples that were sharded with it; programs
+             of the ranks for which no step is given are assumed
 
     Returns the outcome: `ok`, `text()`, how many nodes were proved in which way, and `failures`.
     Errors: OnnxparError if a file cannot be read; a proof that fails is not an error.
@@ -221,21 +225,23 @@ def verify(
     with model_file(model) as path:
         place = None if keep is None else Path(keep)
         return verify_bundle(
-            path, Path(par), dims=dims, least=least, weights=weights, seed=seed, keep=place
-        )
+            path, Path(par), dims=dims, least=least, weights=weights, seed=seed, keep=place,
+            shorter=[*map(Path, shorter)],
+        )  # fmt: skip
 
 
 class Prover:
     """Proves a folder that is to be called `par` before it has this name; `result` has the
     proof."""
 
-    def __init__(self, model: Path, par: Path) -> None:
-        self.model, self.par = model, par
+    def __init__(self, model: Path, par: Path, shorter: Sequence[Path] = ()) -> None:
+        self.model, self.par, self.shorter = model, par, shorter
         self.result: Verification | None = None
 
     def __call__(self, folder: Path) -> None:
         """Errors: UnprovedError."""
-        self.result = replace(verify_bundle(self.model, folder), folder=str(self.par))
+        found = verify_bundle(self.model, folder, shorter=self.shorter)
+        self.result = replace(found, folder=str(self.par))
         if not self.result.ok:
             raise UnprovedError(f"{self.par} is not written.\n{self.result}")
 

@@ -64,8 +64,8 @@ def shard(args: argparse.Namespace) -> int:
     options = _plan_options(args)
     saver = saver_of(args.save_strategy, options)
     observer = observers([saver], args.dump)
-    prove = Prover(args.model, Path(output)) if args.verify else None
     shorter = [Path(file) for file in args.shorter]
+    prove = Prover(args.model, Path(output), shorter) if args.verify else None
     try:
         with _progress("weights", _weight_bytes(args.model)) as progress:
             result = sharder.shard(
@@ -203,7 +203,7 @@ def verify(args: argparse.Namespace) -> int:
     shown to."""
     dims = dict(map(_named_size, args.dims))
     how = {"least": args.least, "weights": args.weights, "seed": args.seed, "keep": args.keep}
-    result = proof_of(args.model, args.par, dims=dims, **how)
+    result = proof_of(args.model, args.par, dims=dims, shorter=args.shorter, **how)
     _print(result, args.json)
     return 0 if result.ok else 1
 

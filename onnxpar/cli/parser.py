@@ -298,10 +298,10 @@ def _verify(to: Any) -> None:
     verify.add_argument(
         "--least",
         choices=list(LEAST),
-        default="sampled",
+        default="assumed",
         help="the weakest proof of a node that is accepted: exact (arithmetic on positions), "
-        "lemma (the rule of an op), or sampled (both sides computed on drawn values); default: "
-        "%(default)s",
+        "lemma (the rule of an op), sampled (both sides computed on drawn values), or assumed "
+        "(believed without proof, for a reason that is printed); default: %(default)s",
     )
     verify.add_argument(
         "--weights",
@@ -312,6 +312,14 @@ def _verify(to: Any) -> None:
         "%(default)s",
     )
     verify.add_argument("--seed", type=int, default=0, help="seed of drawn values")
+    verify.add_argument(
+        "--shorter",
+        action="append",
+        default=[],
+        metavar="STEP.onnx",
+        help="of a training step, the step for shorter samples that was sharded with it; programs "
+        "of ranks for which none is given are assumed; may be repeated",
+    )
     verify.add_argument(
         "--keep",
         metavar="DIR",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ _OPERATORS: Mapping[type, Any] = {
 class Bundle:
     """A sharded folder. `sizes` has a value for each open size; `source` is the name of the file
     that describes it; `ranges` has the integers [low, high) that inputs may hold, by name;
-    `compared` says how much of weights in files is compared."""
+    `compared` says how much of weights in files is compared; `length` is the name of the programs
+    for samples of one length, in a folder of a training step that has programs for several."""
 
     folder: Path
     plan: Mapping[str, Any]
@@ -59,6 +60,7 @@ class Bundle:
     source: str
     ranges: Mapping[str, tuple[int, int]]
     compared: str = "all"
+    length: str | None = None
     files: WeightFiles = field(default_factory=WeightFiles)
 
     @property
@@ -111,8 +113,24 @@ class Bundle:
             return None
         return tuple(families_of(layout, self.mesh, families, self.size))
 
+    def lengths(self) -> list[Bundle]:
+        """The folder as it is for samples of each length; itself if it has no such programs.
+        Errors: DamagedError."""
+        try:
+            return [
+                replace(self, length=str(entry["program"]), sizes=self._sizes_of(entry["sizes"]))
+                for entry in self.plan.get("lengths", ())
+            ] or [self]
+        except (KeyError, TypeError, ValueError):
+            raise DamagedError(f"{self.folder}/plan.json has lengths that are none") from None
+
+    def _sizes_of(self, row: Sequence[Any]) -> dict[str, int]:
+        return {name: int(size) for name, size in zip(self.sizes, row, strict=True)}
+
     def programs(self) -> list[str]:
-        """The ends of the names of rank 0's files with a graph: `onnx`, `evaluation.onnx`."""
+        """The ends of the names of rank 0's files with a graph: `onnx`, `evaluation.onnx`; of those
+        for this length: `length_128.onnx`, `length_128-evaluation.onnx`. Errors: ModelError if
+        there is none."""
         if self.plan.get("rank_files"):
             return ["onnx"]
         names = [
@@ -121,9 +139,22 @@ class Bundle:
         found = sorted(
             (n for n in names if not n.endswith("states.onnx")), key=lambda n: (len(n), n)
         )
+        if self.length is not None:
+            lengths = [str(entry["program"]) for entry in self.plan["lengths"]]
+            found = [name for name in found if _length_of(name, lengths) == self.length]
         if not found:
-            raise ModelError(f"{self.folder} has no rank_0000.onnx")
+            end = f"{self.length}.onnx" if self.length else "onnx"
+            raise ModelError(f"{self.folder} has no rank_0000.{end}")
         return found
+
+    def fits(self, program: Program) -> bool:
+        """True if the inputs of a model, which declares their sizes, have those of the ports."""
+        shapes = [(program.shapes.get(name), self.ports[name]) for name in program.inputs]
+        return all(shape == self.shape(port) for shape, port in shapes)
+
+    def text(self) -> str:
+        """The open sizes, as text."""
+        return ", ".join(f"{name}={size}" for name, size in self.sizes.items())
 
     def ranks(self, program: str) -> Ranks:
         """The graphs of all ranks. Errors: ModelError if one cannot be read."""
@@ -161,7 +192,8 @@ class Bundle:
             for port in self.plan["inputs"]
             if (shape := self.shape(port)) is not None
         }
-        program = read_program(path, self.files, self.fed, shapes if self.sizes else None)
+        is_open = self.sizes and self.length is None
+        program = read_program(path, self.files, self.fed, shapes if is_open else None)
         unknown = [name for name in program.inputs if name not in self.fed]
         if unknown:
             raise InputError(
@@ -217,14 +249,10 @@ def read_bundle(
         raise DamagedError(f"{path} has states that are no ports")
     if len({i for i, _ in pairs}) < len(pairs) or len({o for _, o in pairs}) < len(pairs):
         raise DamagedError(f"{path} has a state twice")
-    if plan.get("lengths"):
-        raise InputError(
-            f"{folder} has a program for each length of samples: verify cannot check these yet; "
-            "shard the step without --shorter"
-        )
-    unknown = [name for name in sizes if name not in open_sizes]
+    known_sizes = () if plan.get("lengths") else open_sizes
+    unknown = [name for name in sizes if name not in known_sizes]
     if unknown:
-        known = ", ".join(open_sizes) or "none"
+        known = ", ".join(known_sizes) or "none"
         raise InputError(f"--dim {unknown[0]}: the open sizes of {folder} are {known}")
     ranges = plan["ranges"] if source == PORTS else {}  # sessions take others than plan.json has
     return Bundle(folder, plan, mesh, open_sizes | dict(sizes), source, ranges, compared)
@@ -256,6 +284,13 @@ def _size(value: object) -> int:
     if type(value) is not int or not 0 <= value < MOST_POSITIONS:
         raise ValueError(f"a size is {value!r:.40}")
     return value
+
+
+def _length_of(name: str, lengths: Iterable[str]) -> str:
+    """The length for which a file has a program, by the end of the file's name; "" for the longest,
+    which it does not name."""
+    found = (own for own in lengths if own and name.startswith((f"{own}.", f"{own}-")))
+    return next(found, "")
 
 
 def outputs_of(ranks: Ranks, names: Sequence[str]) -> list[str]:

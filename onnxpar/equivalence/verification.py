@@ -12,12 +12,14 @@ HOW = {
     "lemma": "by lemma",
     "whole": "of whole tensors",
     "sampled": "sampled",
+    "assumed": "assumed",
 }
 """How nodes are proved, in the order of strength."""
 LEAST = {
     "exact": ("arithmetic",),
     "lemma": ("arithmetic", "lemma", "whole"),
-    "sampled": tuple(HOW),
+    "sampled": ("arithmetic", "lemma", "whole", "sampled"),
+    "assumed": tuple(HOW),
 }
 """The proofs that are accepted, by the weakest of them."""
 
@@ -50,6 +52,9 @@ class Verification:
     nodes        the nodes of the model that depend on its inputs
     proved       the number of nodes by how they were proved
     sampled      the first results of the nodes that were compared on drawn values
+    assumed      what is believed without proof, and why: by the name of a node's first result, or
+                 of a file
+    files        the models that were given beside `model`: steps of shorter samples
     sizes        the values of open sizes for which the proof was made, one set after the other;
                   counts are those of the first
     ranges       the integers [low, high) of inputs for which it holds
@@ -66,6 +71,8 @@ class Verification:
     nodes: int
     proved: Mapping[str, int]
     sampled: tuple[str, ...]
+    assumed: Mapping[str, str]
+    files: tuple[str, ...]
     sizes: tuple[Mapping[str, int], ...]
     ranges: Mapping[str, tuple[int, int]]
     collectives: int
@@ -96,7 +103,8 @@ class Verification:
     def _lines(self) -> list[str]:
         if self.ok:
             shown = ", ".join(self.outputs[:4]) + (", ..." if len(self.outputs) > 4 else "")
-            lines = [f"the ranks of {self.folder} compute {self.model}: {shown}"]
+            models = ", ".join([self.model, *self.files])
+            lines = [f"the ranks of {self.folder} compute {models}: {shown}"]
         else:
             lines = []
             for failure in self.failures:
@@ -107,6 +115,7 @@ class Verification:
         lines.append(f"  {self.nodes} nodes over {self.ranks} ranks: {', '.join(counts)}")
         if done < self.nodes:
             lines.append(f"  {self.nodes - done} nodes are not proved")
+        lines += [f"  assumed: {name}: {reason}" for name, reason in self.assumed.items()]
         if not any(failure.kind == "order" for failure in self.failures):
             lines.append(f"  {self.collectives} collectives, in one order on all ranks")
         lines.append(f"  {self.compared} bytes of ranks' weights and constants are the model's")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +28,8 @@ from onnxpar.equivalence.verification import LEAST, Failure, Verification
 
 
 def verify_bundle(
-    model: Path, folder: Path, *, dims: Mapping[str, int] | None = None, least: str = "sampled",
-    weights: str = "all", seed: int = 0, keep: Path | None = None,
+    model: Path, folder: Path, *, dims: Mapping[str, int] | None = None, least: str = "assumed",
+    weights: str = "all", seed: int = 0, keep: Path | None = None, shorter: Sequence[Path] = (),
 ) -> Verification:  # fmt: skip
     """Proves that the ranks of a sharded folder compute a model, or says where the proof ends; the
     arguments are those of `onnxpar.verify`.
@@ -44,13 +44,17 @@ def verify_bundle(
         raise InputError(f"weights={weights!r}: give one of {', '.join(COMPARED)}")
     place = None if keep is None else check_keep(keep)
     began = time.perf_counter()
-    bundle = read_bundle(folder, model, dims or {}, weights)
-    given = dict(bundle.sizes) if bundle.source == PORTS else dims or {}
-    bundle, program = _folded(bundle, model, given)
+    read = read_bundle(folder, model, dims or {}, weights)
+    given = dict(read.sizes) if read.source == PORTS else dims or {}
+    models, assumed = _pairs(read, [model, *shorter])
+    folded = [_folded(own, path, given) for own, path in models]
+    bundle, program = folded[0]
     prover = _Prover(Families(bundle.mesh.ranks), seed, place)
-    first = prover.prove(bundle, program)
-    failures, tested = first.failures, [dict(bundle.sizes)]
-    for sizes in bindings(bundle.sizes, given, first.borders)[1:]:
+    parts = [prover.prove(*each) for each in folded]
+    first = parts[0]
+    failures, tested = [each for part in parts for each in part.failures], [dict(bundle.sizes)]
+    is_open = bundle.length is None
+    for sizes in bindings(bundle.sizes, given, first.borders)[1:] if is_open else ():
         other = replace(bundle, sizes=sizes)
         if failures or not other.is_allowed():
             continue
@@ -62,16 +66,23 @@ def verify_bundle(
                 continue
             failures = [_at(sizes, each) for each in found]
             tested.append(sizes)
-    weak = [key for key, how in first.proved.items() if how not in LEAST[least]]
+    proved = [each for part in parts for each in part.proved.items()]
+    weak = [key for key, how in proved if how not in LEAST[least]]
     if weak and not failures:
         text = f"{len(weak)} nodes are proved in a weaker way than {least}"
         failures.append(Failure("least", weak[0], text))
+    if assumed and "assumed" not in LEAST[least] and not failures:
+        name, reason = next(iter(assumed.items()))
+        failures.append(Failure("least", name, f"it is assumed: {reason}"))
     return Verification(
         model=str(model), folder=str(folder), outputs=tuple(program.outputs),
-        ranks=bundle.mesh.ranks, nodes=first.nodes, proved=dict(Counter(first.proved.values())),
-        sampled=tuple(key for key, how in first.proved.items() if how == "sampled"),
-        sizes=tuple(tested) if bundle.sizes else (), collectives=first.collectives,
-        compared=first.compared, weights=weights, ranges=dict(bundle.ranges),
+        ranks=bundle.mesh.ranks, nodes=sum(part.nodes for part in parts),
+        proved=dict(Counter(how for _, how in proved)),
+        sampled=tuple(key for key, how in proved if how == "sampled"), assumed=assumed,
+        files=tuple(map(str, shorter)), sizes=tuple(tested) if bundle.sizes and is_open else (),
+        collectives=sum(part.collectives for part in parts),
+        compared=sum(part.compared for part in parts), weights=weights,
+        ranges=dict(bundle.ranges),
         failures=tuple(dict.fromkeys(failures)), seconds=time.perf_counter() - began,
     )  # fmt: skip
 
@@ -122,6 +133,39 @@ class _Prover:
                 text = "no file of ranks computes it"
                 found.failures.append(Failure("output", name, text))
         return found
+
+
+def _pairs(
+    bundle: Bundle, models: Sequence[Path]
+) -> tuple[list[tuple[Bundle, Path]], dict[str, str]]:
+    """Each model with the folder as it is for its length of samples, and the lengths that no model
+    has, with the reason. Errors: InputError if a model has none of the lengths, or that of
+    another."""
+    lengths = bundle.lengths()
+    if lengths == [bundle]:
+        if len(models) > 1:
+            text = f"--shorter {models[1]}: {bundle.folder} has one program for all samples"
+            raise InputError(text)
+        return [(bundle, models[0])], {}
+    found: dict[str, tuple[Bundle, Path]] = {}
+    for path in models:
+        own = [each for each in lengths if each.fits(each.model(path))]
+        if not own:
+            known = "; ".join(each.text() for each in lengths)
+            raise InputError(
+                f"{path} takes samples of none of the lengths in {bundle.folder}: {known}"
+            )
+        other = found.setdefault(own[0].length or "", (own[0], path))[1]
+        if other is not path:
+            raise InputError(f"{path} takes samples of the same length as {other}")
+    left = {
+        f"{bundle.folder}/rank_*.{each.programs()[0]}": (
+            f"the program for {each.text()} is not proved; give its step with --shorter"
+        )
+        for each in lengths
+        if (each.length or "") not in found
+    }
+    return [*found.values()], left
 
 
 def _kept(proof: Proof, failure: Failure, place: Path) -> Failure:

@@ -1,0 +1,86 @@
+"""Kinds of folders that `shard` writes beside those of one program for one model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from agreement import options
+from onnx import numpy_helper
+from trainer.test_length_buckets import LENGTHS, write
+
+import onnxpar
+from onnxpar.base.errors import InputError
+from onnxpar.cli.command_line import main
+from onnxpar.planner import sharder
+
+
+def change(path: Path, name: str, amount: float = 1) -> None:
+    """Adds to the first element of an initializer in a file."""
+    model = onnx.load(path)
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    value = numpy_helper.to_array(tensor).copy()
+    value.reshape(-1)[0] += np.asarray(amount, value.dtype)
+    tensor.CopyFrom(numpy_helper.from_array(value, name))
+    onnx.save(model, path)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: Any) -> list[Path]:
+    """The steps of each length, the longest first; beside them, the ranks of all."""
+    folder: Path = tmp_path_factory.mktemp("steps")
+    made = [write(length, folder) for length in LENGTHS]
+    sharder.shard(made[0], folder / "step.par", options("zero1 2"), shorter=made[1:])
+    return made
+
+
+def test_all_lengths_of_a_step(steps: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """In any order of the steps; the counts are those of all programs."""
+    par = str(steps[0].with_name("step.par"))
+    more = ["--shorter", str(steps[0]), "--shorter", str(steps[2]), "--least", "sampled"]
+    assert main(["verify", str(steps[1]), par, *more, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    one = onnxpar.verify(steps[0], par)
+    assert found["ok"] and not found["assumed"]
+    assert sum(found["proved"].values()) == found["nodes"] > 2 * one.nodes
+
+
+def test_lengths_without_a_step_are_assumed(steps: list[Path]) -> None:
+    par = steps[0].with_name("step.par")
+    result = onnxpar.verify(steps[0], par, shorter=steps[1:2])
+    assert result.ok and len(result.assumed) == 1
+    assert "rank_*.length_2.onnx: the program for length=2 is not proved" in result.text()
+    strict = onnxpar.verify(steps[0], par, least="sampled")
+    assert not strict.ok and strict.failures[0].kind == "least"
+
+
+def test_a_fault_in_the_program_of_a_length(steps: list[Path], tmp_path: Path) -> None:
+    """It is found with the step of its length, and assumed away, by name, without."""
+    par = tmp_path / "step.par"
+    shutil.copytree(steps[0].with_name("step.par"), par)
+    change(par / "rank_0001.length_5.onnx", "LocalSlice_w1@1::start")
+    assert onnxpar.verify(steps[0], par, shorter=steps[2:]).ok
+    assert not onnxpar.verify(steps[0], par, shorter=steps[1:]).ok
+
+
+def test_steps_of_other_lengths_are_named(steps: list[Path]) -> None:
+    par, other = steps[0].with_name("step.par"), write(7, steps[0].parent)
+    with pytest.raises(InputError, match=r"step7.onnx takes samples of none of the lengths"):
+        onnxpar.verify(other, par)
+    with pytest.raises(InputError, match=r"the same length as"):
+        onnxpar.verify(steps[0], par, shorter=[steps[1], steps[1]])
+    sharder.shard(other, other.with_name("one.par"), options("zero1 2"))
+    with pytest.raises(InputError, match=r"has one program for all samples"):
+        onnxpar.verify(other, other.with_name("one.par"), shorter=steps[1:])
+
+
+def test_shard_proves_all_lengths_first(steps: list[Path], tmp_path: Path) -> None:
+    par = tmp_path / "step.par"
+    given = [str(steps[0]), "--devices", "2", "--preset", "zero1", "-o", str(par), "--verify"]
+    assert main(["shard", *given, *[f"--shorter={step}" for step in steps[1:]]]) == 0
+    assert not onnxpar.verify(steps[0], par, shorter=steps[1:]).assumed
