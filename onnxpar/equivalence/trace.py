@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.collectives import Collectives, shard_bounds
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
-from onnxpar.equivalence.program import Node, Shape
+from onnxpar.equivalence.program import Node, Program, Shape
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.runs import Runs
 from onnxpar.equivalence.spans import Families
@@ -36,19 +37,34 @@ _COLLECTIVES = (
 )
 _PLACES = 1 << 40
 """Numbers of one tensor of the model: more than it has elements."""
+_HALVES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloat16"}
 _Numbers = list[Runs]
+_Kind = tuple[str, tuple[Partial, ...], str]
+"""A tensor of the model, the parts of a sum that ranks have of it, and the type to which ranks cast
+it before they add it up; "" for its own."""
 
 
 class Trace:
-    """Numbers of the elements of tensors, for each rank."""
+    """Numbers of the elements of tensors, for each rank.
+
+    narrowed  the tensors of ranks that only ranks cast to fewer bits
+    assumed   the collectives that add up numbers of fewer bits than the model has, with the reason:
+              their results are taken for the sums
+    terms     the tensors of the model that ranks hold after such a collective
+    """
 
     def __init__(
-        self, ranks: Ranks, families: Families, relations: Relations, collectives: Collectives,
-        shapes: Mapping[str, Shape],
+        self, model: Program, ranks: Ranks, families: Families, relations: Relations,
+        collectives: Collectives,
     ) -> None:  # fmt: skip
+        self.model, self.shapes = model, model.shapes
         self.ranks, self.families, self.relations = ranks, families, relations
-        self.collectives, self.shapes = collectives, shapes
-        self.kinds: list[tuple[str, tuple[Partial, ...]]] = []
+        self.collectives = collectives
+        self.kinds: list[_Kind] = []
+        self.assumed: dict[str, str] = {}
+        self.terms: set[str] = set()
+        self._reasons: dict[tuple[str, str], dict[str, None]] = {}
+        self.narrowed = {*_narrowed(model, ranks)}
         self.numbers: dict[str, _Numbers] = {}
 
     def run(self) -> Iterator[Held]:
@@ -59,7 +75,10 @@ class Trace:
             op = first.op.removeprefix("Start") if first.domain == PLUGIN else first.op
             is_moved = op in (*MOVED, "Gate") and first.domain in ("", PLUGIN)
             is_sent = first.domain == PLUGIN and op in _COLLECTIVES
-            if not (is_moved or is_sent) or not node.is_alike:
+            is_cast = first.kind == ("", "Cast") and (
+                first.outputs[0] in self.narrowed or first.inputs[0] in self.numbers
+            )
+            if not (is_moved or is_sent or is_cast) or not node.is_alike:
                 continue
             try:
                 results = [self.collectives.result(node)] if is_sent else list(first.outputs)
@@ -70,7 +89,10 @@ class Trace:
             if all(name in self.relations.by_name for name in results):
                 continue
             try:
-                moved = self._sent(node, op) if is_sent else self._moved(node)
+                if is_cast:
+                    moved = [self._cast(node)]
+                else:
+                    moved = self._sent(node, op) if is_sent else self._moved(node)
             except (NotShown, ValueError, IndexError, TypeError):
                 continue
             for name, numbers in zip(results, moved, strict=True):
@@ -94,14 +116,36 @@ class Trace:
         shape = self.shapes.get(held.term)
         if shape is None or len(shape) != len(held.dims):
             raise NotShown(f"the shape of {held.term!r} is unknown")
-        kind = held.term, held.partial
-        if kind not in self.kinds:
-            self.kinds.append(kind)
-        first = self.kinds.index(kind) * _PLACES
+        first = self._number((held.term, held.partial, "")) * _PLACES
         return [
             Runs.at([family.spans[rank] for family in held.dims], shape, first)
             for rank in range(self.ranks.size)
         ]
+
+    def _number(self, kind: _Kind) -> int:
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+        return self.kinds.index(kind)
+
+    def _cast(self, node: RankNode) -> _Numbers:
+        """Ranks cast parts of a sum to fewer bits before they add them up, and the sum back."""
+        result, to = node.first.outputs[0], int(node.first.attrs["to"])
+        changed = []
+        for own in self._of(node.first.inputs[0]):
+            starts, kinds = own.starts, own.starts // _PLACES
+            for kind in np.unique(kinds).tolist():
+                term, partial, wire = self.kinds[kind]
+                if wire and not partial and to == self.model.types.get(term):
+                    after: _Kind = term, (), ""
+                    self.terms.add(term)
+                elif not wire and partial and result in self.narrowed:
+                    after = term, partial, _HALVES[to]
+                else:
+                    raise NotShown(f"{node.first.name!r} is no cast of a sum")
+                step = (self._number(after) - kind) * _PLACES
+                starts = np.where(kinds == kind, starts + step, starts)
+            changed.append(Runs(own.shape, starts, own.counts))
+        return changed
 
     def _moved(self, node: RankNode) -> list[_Numbers]:
         """The numbers of a node's results."""
@@ -129,7 +173,7 @@ class Trace:
         own = self._of(node.first.inputs[0])
         attrs = self.collectives.attributes(node)
         if op in ("AllReduce", "ReduceScatter"):
-            own = self._reduced(own, attrs)
+            own = self._reduced(own, attrs, node.first.name)
             if op == "AllReduce":
                 return [own]
         return [[self._received(own, attrs, op, rank) for rank in range(self.ranks.size)]]
@@ -155,7 +199,7 @@ class Trace:
             raise NotShown(f"rank {rank} gets zeros")
         return parts[source]
 
-    def _reduced(self, own: _Numbers, attrs: Sequence[Mapping[str, Any]]) -> _Numbers:
+    def _reduced(self, own: _Numbers, attrs: Sequence[Mapping[str, Any]], name: str) -> _Numbers:
         results = []
         for rank, attr in enumerate(attrs):
             group = [int(m) for m in attr["group"]]
@@ -164,18 +208,25 @@ class Trace:
             starts = own[rank].starts
             kinds = starts // _PLACES
             for kind in np.unique(kinds).tolist():
-                term, partial = self.kinds[kind]
+                term, partial, wire = self.kinds[kind]
+                if wire:
+                    self._assume(name, term, f"added up in {wire}")
                 if not partial:
                     raise NotShown(f"{term!r} would be counted once for each member")
                 for part in partial:
                     if part.op != attr.get("op", "sum") or not part.family.covers(group, part.size):
                         raise NotShown(f"members have not all parts of {term!r}")
-                if (term, ()) not in self.kinds:
-                    self.kinds.append((term, ()))
-                whole = self.kinds.index((term, ()))
+                whole = self._number((term, (), wire))
                 starts = np.where(kinds == kind, starts + (whole - kind) * _PLACES, starts)
             results.append(Runs(own[rank].shape, starts, own[rank].counts))
         return results
+
+    def _assume(self, name: str, term: str, how: str) -> None:
+        """Takes the result of a collective for the sum of a tensor's parts, which are added up in
+        fewer bits."""
+        terms = self._reasons.setdefault((name, how), {})
+        terms[term] = None
+        self.assumed[name] = f"what is {how} is taken for the sum: {', '.join(terms)}"
 
     def _held(self, name: str, numbers: _Numbers) -> Held | None:
         """The relation that numbers say; None if there is none."""
@@ -183,7 +234,9 @@ class Trace:
         if len(kinds) != 1:
             return None
         kind = kinds.pop()
-        term, partial = self.kinds[kind]
+        term, partial, wire = self.kinds[kind]
+        if wire:
+            return None
         shape = self.shapes[term]
         spans: list[list[Array]] = [[] for _ in shape]
         for each in numbers:
@@ -193,6 +246,16 @@ class Trace:
             for axis, span in enumerate(own):
                 spans[axis].append(span)
         return Held(term, name, tuple(map(self.families.of, spans)), partial)
+
+
+def _narrowed(model: Program, ranks: Ranks) -> Iterator[str]:
+    """The results of casts to 16 bits that no node of the model makes."""
+    names = {name for node in model.nodes for name in (node.name, *node.outputs)}
+    for node in ranks.nodes:
+        first = node.first
+        is_narrow = first.kind == ("", "Cast") and first.attrs.get("to") in _HALVES
+        if is_narrow and names.isdisjoint((first.origin, first.outputs[0])):
+            yield first.outputs[0]
 
 
 def _spans_of(runs: Runs, shape: Shape, first: int) -> list[Array] | None:

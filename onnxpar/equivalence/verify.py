@@ -66,6 +66,7 @@ def verify_bundle(
                 continue
             failures = [_at(sizes, each) for each in found]
             tested.append(sizes)
+    assumed |= {name: reason for part in parts for name, reason in part.assumed.items()}
     proved = [each for part in parts for each in part.proved.items()]
     weak = [key for key, how in proved if how not in LEAST[least]]
     if weak and not failures:
@@ -96,6 +97,7 @@ class _Outcome:
     failures: list[Failure] = field(default_factory=list)
     collectives: int = 0
     compared: int = 0
+    assumed: dict[str, str] = field(default_factory=dict)
     borders: set[int] = field(default_factory=set)
 
 
@@ -125,6 +127,7 @@ class _Prover:
                 failures[0] = _kept(proof, failures[0], self.place)
             found.failures += failures
             found.proved |= proof.walk.proved
+            found.assumed |= proof.walk.trace.assumed
             found.collectives += proof.collectives
             found.compared += proof.weights.compared
             found.borders |= borders_of(ranks.programs, SIZES) | {ranks.size}

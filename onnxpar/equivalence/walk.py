@@ -66,7 +66,8 @@ VERSIONED = BY_VALUE.keys() - {
 class Walk:
     """Relates the tensors of a model to those of ranks.
 
-    proved   how each node was proved: `arithmetic`, `lemma` or `whole`, by name of its first result
+    proved   how each node was proved, by name of its first result; `assumed` if ranks add up its
+             result in fewer bits
     refused  nodes that are not
     """
 
@@ -84,7 +85,7 @@ class Walk:
         self.model, self.ranks, self.families = model, ranks, families
         self.relations = Relations()
         self.collectives = Collectives(ranks, families)
-        self.trace = Trace(ranks, families, self.relations, self.collectives, model.shapes)
+        self.trace = Trace(model, ranks, families, self.relations, self.collectives)
         self.lookups = Lookups(ranks, families, self.relations)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
@@ -93,6 +94,7 @@ class Walk:
         for local in ranks.nodes:
             self._origins[local.first.origin].append(local)
         self.sampler = Sampler(model, ranks, families, self.relations, weights, seed, ranges)
+        self.sampler.avoided |= self.trace.narrowed
         self._makers = {name: node for node in model.nodes for name in node.outputs}
         for node in model.nodes:
             if node.kind == ("", "Identity") and node.inputs[0] in self._makers:
@@ -131,7 +133,10 @@ class Walk:
             for held in list(self.trace.run()):
                 self.hold(held)
             if not self._todo and not self._sample_next(sampled):
-                return
+                break
+        for term in self.trace.terms:
+            if term in self._makers:
+                self.proved[self._makers[term].key] = "assumed"
 
     def _relate_sent(self) -> None:
         """Relates the constants that ranks send each other."""

@@ -112,6 +112,8 @@ class Sampler:
         self.evaluator = Evaluator()
         self.computed: set[str] = set()
         """Of the tensors of ranks in a window, those with the sizes of parts of the result."""
+        self.avoided: set[str] = set()
+        """Tensors of ranks that are in no window: numbers of fewer bits than the model has."""
 
     def relate(self, window: Window, named: Collection[str]) -> list[Held]:
         """What tensors of ranks are, of the results of the last node; empty if none is related.
@@ -219,6 +221,8 @@ class Sampler:
     def _is_computed(
         self, window: Window, node: RankNode, known: set[str], with_collectives: bool
     ) -> bool:
+        if not self.avoided.isdisjoint(node.first.outputs):
+            return False
         first = node.first
         if not node.is_alike or self._is_large(node):
             return False

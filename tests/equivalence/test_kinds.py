@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from agreement import options
 from onnx import numpy_helper
 from trainer.test_length_buckets import LENGTHS, write
+from training.steps import write_step
 
 import onnxpar
 from onnxpar.base.errors import InputError
@@ -84,3 +86,51 @@ def test_shard_proves_all_lengths_first(steps: list[Path], tmp_path: Path) -> No
     given = [str(steps[0]), "--devices", "2", "--preset", "zero1", "-o", str(par), "--verify"]
     assert main(["shard", *given, *[f"--shorter={step}" for step in steps[1:]]]) == 0
     assert not onnxpar.verify(steps[0], par, shorter=steps[1:]).assumed
+
+
+WIDE = """wide (float[8,60] x, float[60,40] w1, float[40] w2, float[40,50] w3, float[50] w4)
+=> (float[8,50] y) { h = Gemm(x, w1, w2)  r = Relu(h)  y = Gemm(r, w3, w4) }"""
+
+
+def compressed(folder: Path, layout: str, to: str) -> tuple[Path, Path]:
+    """A step whose gradients travel in fewer bits."""
+    step, par = write_step(WIDE, folder, optimizer="adamw"), folder / "step.par"
+    sharder.shard(step, par, replace(options(layout), compression=to))
+    return step, par
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 2", "zero1 2"])
+@pytest.mark.parametrize("to", ["float16", "bfloat16"])
+def test_compressed_sums_are_assumed(to: str, layout: str, tmp_path: Path) -> None:
+    step, par = compressed(tmp_path, layout, to)
+    result = onnxpar.verify(step, par)
+    (reason,) = result.assumed.values()
+    assert result.ok and reason.startswith(f"what is added up in {to} is taken for the sum")
+    assert result.proved["assumed"] == 2 and f"  assumed: {min(result.assumed)}" in result.text()
+    strict = onnxpar.verify(step, par, least="sampled")
+    assert not strict.ok and strict.failures[0].kind == "least"
+
+
+def test_faults_of_compressed_sums_are_refused(tmp_path: Path) -> None:
+    """The parts that ranks add up must be all parts, and come back to their places."""
+    step, par = compressed(tmp_path, "data-parallel 2", "float16")
+    files = [par / f"rank_000{rank}.onnx" for rank in range(2)]
+    kept = [file.read_bytes() for file in files]
+    (name,) = onnxpar.verify(step, par).assumed
+    for key, value in (("op", "max"), ("group", None)):
+        for rank, data in enumerate(kept):
+            model = onnx.load_from_string(data)
+            node = next(n for n in model.graph.node if n.name == name)
+            others = [a for a in node.attribute if a.name != key]
+            del node.attribute[:]
+            node.attribute.extend([*others, onnx.helper.make_attribute(key, value or [rank])])
+            onnx.save(model, files[rank])
+        assert not onnxpar.verify(step, par).ok
+
+
+def test_numbers_of_the_model_in_16_bits_are_not_assumed(tmp_path: Path) -> None:
+    """A step that computes its gradients in bfloat16 itself."""
+    step = write_step(WIDE, tmp_path, optimizer="adamw", precision="bfloat16")
+    sharder.shard(step, tmp_path / "step.par", options("data-parallel 2"))
+    result = onnxpar.verify(step, tmp_path / "step.par")
+    assert result.ok and not result.assumed
