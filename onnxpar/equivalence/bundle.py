@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.errors import DamagedError, InputError, ModelError
+from onnxpar.equivalence.evaluate import SUPPORTED
 from onnxpar.equivalence.layouts import MOST_POSITIONS, MeshReader, families_of
 from onnxpar.equivalence.others import adopted
 from onnxpar.equivalence.ports import PORTS, plan_of, read_json
@@ -26,7 +27,7 @@ from onnxpar.equivalence.program import (
     read_rank,
     read_values,
 )
-from onnxpar.equivalence.ranks import Ranks
+from onnxpar.equivalence.ranks import PLUGIN, Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.stored import WeightFiles
 
@@ -37,6 +38,8 @@ MOST_VALUE = 1 << 80
 """The largest value of a part of an expression of sizes."""
 SIZES = "onnxpar.sizes"
 """The input of ranks with the values of open sizes."""
+_BY_HAND = SUPPORTED - {"Gate"} | {"Send", "Recv", "Rank", "GroupSize"}
+"""The ops of manual programs, which unsplit models do not have."""
 _OPERATORS: Mapping[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -170,9 +173,10 @@ class Bundle:
             if not is_own:
                 raise ModelError(f"{path} is in another folder")
             graphs.append(read_rank(path, self.files, self.fed, pool))
-        for graph in graphs:
+        for rank, graph in enumerate(graphs):
             if SIZES in graph.inputs:
                 graph.constants.add(SIZES, np.array([*self.sizes.values()], np.int64))
+            _add_numbers(graph, rank, self.mesh.ranks)
         return Ranks(adopted(graphs))
 
     def first_values(self) -> list[Constants]:
@@ -194,12 +198,29 @@ class Bundle:
         }
         is_open = self.sizes and self.length is None
         program = read_program(path, self.files, self.fed, shapes if is_open else None)
+        if any(node.domain == PLUGIN and node.op in _BY_HAND for node in program.nodes):
+            raise InputError(
+                f"{path} is the program of one rank, with collectives of its own: give the unsplit "
+                "model that its ranks are to compute"
+            )
         unknown = [name for name in program.inputs if name not in self.fed]
         if unknown:
             raise InputError(
                 f"{self.folder} was not made from {path}: it has no input {unknown[0]!r}"
             )
         return program
+
+
+def _add_numbers(graph: Program, rank: int, ranks: int) -> None:
+    """Adds the numbers of ranks that a manual program asks for: a rank's own among its group, and
+    that of the group's members."""
+    for node in graph.nodes:
+        if node.domain == PLUGIN and node.op in ("Rank", "GroupSize"):
+            group = [int(member) for member in node.attrs.get("group", range(ranks))]
+            if rank not in group:
+                raise DamagedError(f"{node.name!r} of rank {rank} is in a group without it")
+            number = group.index(rank) if node.op == "Rank" else len(group)
+            graph.constants.add(node.outputs[0], np.array(number))
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:

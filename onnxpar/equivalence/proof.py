@@ -42,13 +42,7 @@ class Proof:
             self.collectives = check_order(self.ranks.programs)
         except Disorder as error:
             yield Failure("order", "", str(error))
-        for program in self.ranks.programs:
-            try:
-                fold(program, keeps=True)
-            except NotComputed as error:
-                raise ModelError(f"{program.path} cannot run: {error}") from None
-        for port in self.bundle.plan["outputs"]:
-            self.bundle.families(port, self.families)
+        inputs: list[Held] = []
         for port in self.bundle.plan["inputs"]:
             dims = self.bundle.families(port, self.families)
             shape = self.model.shapes.get(port["name"])
@@ -58,7 +52,18 @@ class Proof:
                     f"its shape in the model, {list(shape)}"
                 )
             if dims is not None:
-                self.walk.hold(Held(port["name"], port["name"], dims))
+                inputs.append(Held(port["name"], port["name"], dims))
+        for rank, program in enumerate(self.ranks.programs):
+            for held in inputs:  # the session cuts them
+                program.shapes[held.name] = tuple(family.sizes[rank] for family in held.dims)
+            try:
+                fold(program, keeps=True)
+            except NotComputed as error:
+                raise ModelError(f"{program.path} cannot run: {error}") from None
+        for port in self.bundle.plan["outputs"]:
+            self.bundle.families(port, self.families)
+        for held in inputs:
+            self.walk.hold(held)
         self.walk.run()
         refused: dict[str, Failure] = {}
         for name in self.model.outputs:

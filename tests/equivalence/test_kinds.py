@@ -13,6 +13,7 @@ import onnx
 import pytest
 from agreement import options
 from onnx import numpy_helper
+from strategy.test_manual import by_hand, how, normal, op, program
 from trainer.test_length_buckets import LENGTHS, write
 from training.steps import write_step
 
@@ -134,3 +135,73 @@ def test_numbers_of_the_model_in_16_bits_are_not_assumed(tmp_path: Path) -> None
     sharder.shard(step, tmp_path / "step.par", options("data-parallel 2"))
     result = onnxpar.verify(step, tmp_path / "step.par")
     assert result.ok and not result.assumed
+
+
+def manual(folder: Path, nodes: list[Any], x: list[int], layout: list[Any], **weights: Any) -> Path:
+    """The ranks of a manual program from x to y, over an axis r of 3 ranks."""
+    path = program(folder, nodes, {"x": x}, {"y": ["n", *x[1:]]}, **weights)
+    sharder.shard(path, folder / "manual.par", how("r=3", {"x": layout, "y": layout}))
+    return folder / "manual.par"
+
+
+def unsplit(folder: Path, nodes: list[Any], x: list[int], **weights: Any) -> Path:
+    (folder / "unsplit").mkdir()
+    return program(folder / "unsplit", nodes, {"x": x}, {"y": x}, **weights)
+
+
+def test_a_manual_program_against_the_unsplit_model(tmp_path: Path) -> None:
+    """Each rank takes its rows by its number and the size of its input."""
+    nodes = [
+        by_hand("Rank", [], ["rank"]),
+        by_hand("GroupSize", [], ["ranks"]),
+        op("Shape", ["x"], ["shape"]),
+        op("Gather", ["shape", "zero"], ["rows"]),
+        op("Div", ["rows", "ranks"], ["shard"]),
+        op("Mul", ["rank", "shard"], ["begin"]),
+        op("Add", ["begin", "shard"], ["end"]),
+        op("Unsqueeze", ["begin", "axes"], ["begins"]),
+        op("Unsqueeze", ["end", "axes"], ["ends"]),
+        op("Slice", ["x", "begins", "ends", "axes"], ["mine"]),
+        op("Exp", ["mine"], ["exp"]),
+        by_hand("AllGather", ["exp"], ["y"], axis=0),
+    ]
+    par = manual(tmp_path, nodes, [6, 2], [None, None], zero=np.array(0), axes=np.array([0]))
+    result = onnxpar.verify(unsplit(tmp_path, [op("Exp", ["x"], ["y"])], [6, 2]), par)
+    assert result.ok and result.proved == {"lemma": 1}
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_manual_halo(is_right: bool, tmp_path: Path) -> None:
+    """Parts with their neighbours' edges; and with the last padding on another rank."""
+    nodes = [
+        by_hand("NeighborExchange", ["x"], ["wide"], axis=2, before=[0, 1, 1], after=[1, 1, 0]),
+        by_hand("Rank", [], ["rank"]),
+        op("Equal", ["rank", "zero"], ["first"]),
+        op("Equal", ["rank", "last rank"], ["last"]),
+        op("Where", ["first", "one", "none"], ["left"]),
+        op("Where", ["last", "one", "none"], ["right"]),
+        op("Concat", ["nones", "left", "nones", "right"], ["pads"], axis=0),
+        op("Pad", ["wide", "pads"], ["padded"]),
+        op("Conv", ["padded", "w"], ["y"]),
+    ]
+    w = normal(1, 1, 3)
+    numbers = {"zero": np.array(0), "last rank": np.array(2 if is_right else 1)}
+    rows = {"one": np.array([1]), "none": np.array([0]), "nones": np.array([0, 0])}
+    weights = {**numbers, **rows, "w": w}
+    path = program(tmp_path, nodes, {"x": [1, 1, 4]}, {"y": [1, 1, 4]}, **weights)
+    space = [None, None, "r"]
+    sharder.shard(path, tmp_path / "m.par", how("r=3", {"x": space, "y": space}))
+    conv = op("Conv", ["x", "w"], ["y"], pads=[1, 1])
+    whole = unsplit(tmp_path, [conv], [1, 1, 12], w=w)
+    assert onnxpar.verify(whole, tmp_path / "m.par").ok == is_right
+
+
+def test_the_program_of_one_rank_is_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    par = manual(tmp_path, [by_hand("AllReduce", ["x"], ["y"])], [4, 2], [None, None])
+    assert main(["verify", str(tmp_path / "program.onnx"), str(par)]) == 2
+    err = capsys.readouterr().err
+    assert "the program of one rank" in err and "give the unsplit model" in err
+    whole = unsplit(tmp_path, [op("Identity", ["x"], ["y"])], [4, 2])
+    assert not onnxpar.verify(whole, par).ok
