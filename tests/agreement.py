@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+import onnxpar
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
@@ -89,10 +90,14 @@ def reference(
     return feeds, run_unsplit(model, feeds)
 
 
-def check_agrees(model: Path, folder: Path, how: Options) -> Plan:
-    """Shards into `folder`; an AssertionError where an output differs from the unsplit model's."""
+def check_agrees(model: Path, folder: Path, how: Options, proves: bool = True) -> Plan:
+    """Shards into `folder`, and proves the folder; an AssertionError where an output differs from
+    the unsplit model's."""
     par = folder / "model.par"
     plan = sharder.shard(model, par, how)
+    if proves:
+        proof = onnxpar.verify(model, par)
+        assert proof.ok, proof.text()
     feeds, wanted = reference(model, tuple(sorted((how.dims or {}).items())))
     check_outputs(run_ranks(par, feeds), wanted, [p.name for p in plan.outputs])
     return plan

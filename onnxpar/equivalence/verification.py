@@ -118,7 +118,7 @@ class Verification:
         lines += [f"  assumed: {name}: {reason}" for name, reason in self.assumed.items()]
         if not any(failure.kind == "order" for failure in self.failures):
             lines.append(f"  {self.collectives} collectives, in one order on all ranks")
-        lines.append(f"  {self.compared} bytes of ranks' weights and constants are the model's")
+        lines.append(f"  {self.compared:,} bytes of ranks' weights and constants are the model's")
         if self.weights != "all":
             lines[-1] += _COMPARED[self.weights]
         lines.append("  over the real numbers: ranks may add in another order")
