@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
@@ -251,8 +252,10 @@ class Walk:
                 continue
             seen.add(len(window.nodes))
             try:
-                named = self._named(node) if self._is_independent(window) else set[str]()
-                found = self.sampler.relate(window, named)
+                named, added = set[str](), set[str]()
+                if self._is_independent(window):
+                    named, added = self._named(node)
+                found = self.sampler.relate(window, named, added)
             except Disagreement as error:
                 self.notes[key] = str(error)
                 self._wrong.add(id(node))
@@ -284,15 +287,24 @@ class Walk:
             todo += [self._makers[name] for name in node.inputs if name in self._makers]
         return True
 
-    def _named(self, node: Node) -> set[str]:
+    def _named(self, node: Node) -> tuple[set[str], set[str]]:
         """The results of nodes of ranks that have a node of the model as their origin, its op, and
-        operands that stand for its operands, unless a collective adds them up: then they may be
-        parts of sums."""
+        operands that stand for its operands. If a collective adds them up, they may be parts of
+        sums: then its results, which come second."""
         own = [local for local in self._candidates(node) if local.first.origin == node.name]
         names = {name for local in own for name in local.first.outputs if name}
         readers = [reader for name in names for reader in self.ranks.readers.get(name, ())]
-        kinds = {r.first.op.removeprefix("Start") for r in readers if r.first.domain == PLUGIN}
-        return set() if kinds & {"AllReduce", "ReduceScatter"} else names
+        added = {
+            reader.number: reader
+            for reader in readers
+            if reader.first.domain == PLUGIN
+            and reader.first.op.removeprefix("Start") in ("AllReduce", "ReduceScatter")
+        }
+        if not added:
+            return names, set()
+        with suppress(NotShown):
+            return set(), {self.collectives.result(reader) for reader in added.values()}
+        return set(), set()
 
     def _window(self, node: Node, above: int) -> Window | None:
         """The node, and those before it whose results are not related; and `above` nodes more, one

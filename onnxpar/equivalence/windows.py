@@ -86,6 +86,11 @@ class _Evidence:
             self.values |= fresh
 
     @property
+    def is_any(self) -> bool:
+        """False for a result that tells nothing: it is not a number everywhere, or the same."""
+        return self.is_empty or self.bits > 0
+
+    @property
     def is_enough(self) -> bool:
         """True if agreement is no accident."""
         return self.is_empty or self.bits >= _BITS
@@ -110,29 +115,41 @@ class Sampler:
         self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
         self.seed = seed
         self.evaluator = Evaluator()
+        self._of_model: dict[tuple[int, str, bool], bool] = {}
+        """Whether a window has the numbers of a constant of ranks."""
         self.computed: set[str] = set()
         """Of the tensors of ranks in a window, those with the sizes of parts of the result."""
         self.avoided: set[str] = set()
         """Tensors of ranks that are in no window: numbers of fewer bits than the model has."""
 
-    def relate(self, window: Window, named: Collection[str]) -> list[Held]:
+    def relate(
+        self, window: Window, named: Collection[str], added: Collection[str] = ()
+    ) -> list[Held]:
         """What tensors of ranks are, of the results of the last node; empty if none is related.
         Errors: NotComputed; Disagreement if ranks compute the tensors `named` from what the window
-        reads, and these are something else: a larger window could only hide that."""
+        reads, and these are something else: a larger window could only hide that. So it is with
+        the sums over ranks `added`, unless ranks compute the result from them."""
         wanted = [name for name in window.nodes[-1].outputs if name]
+        self._of_model.clear()
         self._check_kept(window.nodes[-1])
         found: list[Held] = []
+        before: list[RankNode] = []
+        computed: set[str] = set()
         for with_collectives, most in _STAGES:
             nodes = self._closure(window, with_collectives, most)
             candidates = self._results(nodes)
-            if not candidates:
+            if not candidates or nodes == before:
                 continue
+            before = nodes
             found += self._compare(window, nodes, candidates, wanted)
             if not found and self.computed & {*named}:
                 raise Disagreement("ranks compute another value")
+            computed |= self.computed
             wanted = [name for name in wanted if all(held.term != name for held in found)]
             if not wanted:
                 break
+        if not found and computed & {*added}:
+            raise Disagreement("ranks add up another value")
         return found
 
     def _check_kept(self, last: Node) -> None:
@@ -148,6 +165,12 @@ class Sampler:
                 raise NotComputed(f"what it reads, {name!r}, is not related")
 
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
+        key = id(window), name, is_table
+        if key not in self._of_model:
+            self._of_model[key] = self._has_numbers(window, name, is_table)
+        return self._of_model[key]
+
+    def _has_numbers(self, window: Window, name: str, is_table: bool) -> bool:
         """True for a constant of ranks whose numbers draws tell, or are the model's to the bit:
         draws do not reach all rows of a table, and a few numbers that are a little different, such
         as an epsilon, would pass for rounding."""
@@ -313,10 +336,17 @@ class Sampler:
                 kept = list(self._guesses(window, computed, whole, own))
                 self.computed &= {held.name for held in kept}
             is_exact = draws.is_exact
-            kept = [h for h in kept if self._agrees(h, whole[h.term], own, is_exact)]
+            scales = {term: _largest(value) for term, value in whole.items()}
+            kept = [
+                h
+                for h in kept
+                if not self._is_far(h, whole[h.term], own, scales[h.term])
+                and self._agrees(h, whole[h.term], own, is_exact)
+            ]
             if not kept:
                 return []
-            if number + 1 >= DRAWS and all(evidence[h.term].is_enough for h in kept):
+            told = [evidence[h.term] for h in kept if evidence[h.term].is_any]
+            if number + 1 >= DRAWS and all(each.is_enough for each in told):
                 break
         self.computed -= {held.name for held in kept or ()}
         return [h for h in kept or [] if evidence[h.term].is_enough]
@@ -422,6 +452,19 @@ class Sampler:
                         found[Partial("sum", family, size)] = None
         return list(found)
 
+    def _is_far(self, held: Held, whole: Array, own: Sequence[Values], scale: float) -> bool:
+        """True if the last element of what rank 0 holds is far from that of the result: most
+        guesses end here."""
+        spans = [family.spans[0] for family in held.dims]
+        if not scale or not all(map(len, spans)) or held.name not in own[0]:
+            return False
+        group = group_of(held, 0, self.ranks.size) if held.partial else [0]
+        parts = [own[m][held.name] for m in group or () if held.name in own[m]]
+        if any(part.ndim != whole.ndim or not part.size for part in parts):
+            return False
+        got = sum(float(part[(-1,) * part.ndim]) for part in parts)
+        return abs(got - float(whole[tuple(int(span[-1]) for span in spans)])) > 0.01 * scale
+
     def _agrees(self, held: Held, whole: Array, own: Sequence[Values], is_exact: bool) -> bool:
         if not all(held.name in v for v in own):
             return False
@@ -437,6 +480,12 @@ class Sampler:
             if got.shape != wanted.shape or not same(got, wanted, is_exact):
                 return False
         return True
+
+
+def _largest(value: Array) -> float:
+    """The largest magnitude of a result in real numbers; 0 for others, and if it is not finite."""
+    largest = float(np.abs(value).max(initial=0)) if value.dtype.kind == "f" else 0.0
+    return largest if np.isfinite(largest) else 0.0
 
 
 def _read_by(node: RankNode) -> set[str]:
