@@ -110,11 +110,15 @@ class Bundle:
         return all(least <= most for least, most in pairs)
 
     def families(self, port: Mapping[str, Any], families: Families) -> tuple[Family, ...] | None:
-        """What ranks hold of a port or a weight; None for one without a layout."""
-        layout = port.get("layout")
+        """What ranks hold of a port or a weight; None for one without a layout. Errors:
+        DamagedError."""
+        layout, shape = port.get("layout"), port.get("shape")
         if layout is None:
             return None
-        return tuple(families_of(layout, self.mesh, families, self.size))
+        found = tuple(families_of(layout, self.mesh, families, self.size))
+        if shape is not None and len(shape) != len(found):
+            raise DamagedError(f"{self.folder}/plan.json: the layout of {port['name']!r} is none")
+        return found
 
     def lengths(self) -> list[Bundle]:
         """The folder as it is for samples of each length; itself if it has no such programs.

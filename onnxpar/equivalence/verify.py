@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,9 +51,13 @@ def verify_bundle(
     bundle, program = folded[0]
     prover = _Prover(Families(bundle.mesh.ranks), seed, place)
     parts = [prover.prove(*each) for each in folded]
-    first = parts[0]
-    failures, tested = [each for part in parts for each in part.failures], [dict(bundle.sizes)]
     is_open = bundle.length is None
+    failures = [
+        each if is_open else _at(own.sizes, each)
+        for part, (own, _) in zip(parts, folded, strict=True)
+        for each in part.failures
+    ]
+    first, tested = parts[0], [dict(bundle.sizes)]
     for sizes in bindings(bundle.sizes, given, first.borders)[1:] if is_open else ():
         other = replace(bundle, sizes=sizes)
         if failures or not other.is_allowed():
@@ -61,20 +65,15 @@ def verify_bundle(
         with suppress(NotComputed):
             again = other.model(model)
             fold(again)
-            found = prover.prove(other, again).failures
-            if found and _runs(program, seed) and not _runs(again, seed):
+            outcome = prover.prove(other, again)
+            if outcome.failures and _runs(program, seed) and not _runs(again, seed):
                 continue
-            failures = [_at(sizes, each) for each in found]
+            failures = [_at(sizes, each) for each in outcome.failures]
+            assumed |= outcome.assumed
             tested.append(sizes)
     assumed |= {name: reason for part in parts for name, reason in part.assumed.items()}
     proved = [each for part in parts for each in part.proved.items()]
-    weak = [key for key, how in proved if how not in LEAST[least]]
-    if weak and not failures:
-        text = f"{len(weak)} nodes are proved in a weaker way than {least}"
-        failures.append(Failure("least", weak[0], text))
-    if assumed and "assumed" not in LEAST[least] and not failures:
-        name, reason = next(iter(assumed.items()))
-        failures.append(Failure("least", name, f"it is assumed: {reason}"))
+    failures = failures or [*_too_weak(proved, assumed, least)]
     return Verification(
         model=str(model), folder=str(folder), outputs=tuple(program.outputs),
         ranks=bundle.mesh.ranks, nodes=sum(part.nodes for part in parts),
@@ -136,6 +135,19 @@ class _Prover:
                 text = "no file of ranks computes it"
                 found.failures.append(Failure("output", name, text))
         return found
+
+
+def _too_weak(
+    proved: Sequence[tuple[str, str]], assumed: Mapping[str, str], least: str
+) -> Iterator[Failure]:
+    """Yields a failure if something is proved in a weaker way than `least`."""
+    weak = [key for key, how in proved if how not in LEAST[least]]
+    if weak:
+        text = f"{len(weak)} nodes are proved in a weaker way than {least}"
+        yield Failure("least", weak[0], text)
+    elif assumed and "assumed" not in LEAST[least]:
+        name, reason = next(iter(assumed.items()))
+        yield Failure("least", name, f"it is assumed: {reason}")
 
 
 def _pairs(

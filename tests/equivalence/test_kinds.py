@@ -15,7 +15,7 @@ from agreement import options
 from onnx import numpy_helper
 from strategy.test_manual import by_hand, how, normal, op, program
 from trainer.test_length_buckets import LENGTHS, write
-from training.steps import write_step
+from training.steps import MLP, write_step
 
 import onnxpar
 from onnxpar.base.errors import InputError
@@ -68,7 +68,8 @@ def test_a_fault_in_the_program_of_a_length(steps: list[Path], tmp_path: Path) -
     shutil.copytree(steps[0].with_name("step.par"), par)
     change(par / "rank_0001.length_5.onnx", "LocalSlice_w1@1::start")
     assert onnxpar.verify(steps[0], par, shorter=steps[2:]).ok
-    assert not onnxpar.verify(steps[0], par, shorter=steps[1:]).ok
+    (failure, *_) = onnxpar.verify(steps[0], par, shorter=steps[1:]).failures
+    assert failure.text.startswith("at length=5: ")
 
 
 def test_steps_of_other_lengths_are_named(steps: list[Path]) -> None:
@@ -98,6 +99,24 @@ def compressed(folder: Path, layout: str, to: str) -> tuple[Path, Path]:
     step, par = write_step(WIDE, folder, optimizer="adamw"), folder / "step.par"
     sharder.shard(step, par, replace(options(layout), compression=to))
     return step, par
+
+
+@pytest.mark.parametrize(
+    "change", [{"lengths": [{}]}, {"lengths": [{"program": "", "sizes": [3]}]}, {"lengths": 5}]
+)
+def test_lengths_that_are_none(
+    change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, par = write_step(MLP, tmp_path), tmp_path / "step.par"
+    sharder.shard(step, par, options("data-parallel 2"))
+    plan = json.loads((par / "plan.json").read_text())
+    (par / "plan.json").write_text(json.dumps({**plan, **change}))
+    assert main(["verify", str(step), str(par)]) == 2
+    assert "lengths that are none" in capsys.readouterr().err
+    plan["inputs"][0]["layout"]["dims"].pop()
+    (par / "plan.json").write_text(json.dumps(plan))
+    assert main(["verify", str(step), str(par)]) == 2
+    assert "the layout of 'x' is none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero1 2"])
