@@ -38,6 +38,7 @@ class Draws:
         self.is_exact = all(node.domain == "" and node.op in _EXACT.split() for node in nodes)
         self.bound = _bound(model, nodes)
         self.has_negative = not any(node.op in _CLASSES for node in nodes)
+        self.has_zeros = any(node.op == "NonZero" for node in nodes)
 
     def narrow(self) -> bool:
         """Draws whole numbers from a smaller range from now on; False if there is none."""
@@ -72,8 +73,10 @@ class Draws:
 
     def _reals(self, random: np.random.Generator, shape: Shape) -> Array:
         if self.is_exact:
-            return np.asarray(random.integers(-48, 49, shape), np.float64)
-        return np.asarray(random.standard_normal(shape))
+            values = np.asarray(random.integers(-48, 49, shape), np.float64)
+        else:
+            values = np.asarray(random.standard_normal(shape))
+        return np.where(random.random(shape) < 0.25, 0, values) if self.has_zeros else values
 
     def _integers(
         self, random: np.random.Generator, name: str, shape: Shape, dtype: np.dtype, number: int

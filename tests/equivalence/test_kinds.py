@@ -113,10 +113,6 @@ def test_lengths_that_are_none(
     (par / "plan.json").write_text(json.dumps({**plan, **change}))
     assert main(["verify", str(step), str(par)]) == 2
     assert "lengths that are none" in capsys.readouterr().err
-    plan["inputs"][0]["layout"]["dims"].pop()
-    (par / "plan.json").write_text(json.dumps(plan))
-    assert main(["verify", str(step), str(par)]) == 2
-    assert "the layout of 'x' is none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero1 2"])

@@ -16,6 +16,9 @@ from agreement import options
 from onnx import NodeProto, numpy_helper
 
 import onnxpar
+from onnxpar.equivalence.draws import Draws
+from onnxpar.equivalence.program import read_program
+from onnxpar.equivalence.stored import WeightFiles
 from onnxpar.planner import sharder
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -204,3 +207,14 @@ def test_no_window_hides_a_wrong_weight(tmp_path: Path) -> None:
     edit("stages.1.layers.1.layer.0.convolution.weight", add(185, 1))(proto.graph)
     onnx.save(proto, path)
     assert not onnxpar.verify(model, tmp_path / "model.par").ok
+
+
+def test_places_of_what_is_not_zero_are_drawn_with_zeros(tmp_path: Path) -> None:
+    """Values without a zero would agree with ranks that take every element."""
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[64] x) => (int64[1,n] y)
+    { y = NonZero(x) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "g.onnx")
+    model = read_program(tmp_path / "g.onnx", WeightFiles())
+    draws = Draws(model, model.nodes, (), 0, {})
+    counts = [int((draws.value("x", (64,), 1, number) == 0).sum()) for number in range(4)]
+    assert all(0 < count < 64 for count in counts) and len({*counts}) > 1
