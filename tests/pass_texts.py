@@ -48,7 +48,7 @@ class Example:
         if self.grad is not None:
             grad(path, folder / "step.onnx", **self.grad)
             path = folder / "step.onnx"
-        options = options_of({**self.shard, "verify": True}, kind=PlanOptions)
+        options = options_of({**self.shard, "check_layouts": True}, kind=PlanOptions)
         model = load_model(path, options)
         texts = {"": _graphs(model, prepare(model, options, []))}
 
