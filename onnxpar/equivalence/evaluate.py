@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.program import Node, Program, captured
@@ -42,9 +42,11 @@ def plain_session(model: bytes) -> ort.InferenceSession:
 
 
 class Evaluator:
-    """Runs nodes; sessions are kept for equal nodes."""
+    """Runs nodes; sessions are kept for equal nodes. One that `is_wide` computes what is float32 in
+    float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_wide: bool = False) -> None:
+        self.is_wide = is_wide
         self._sessions: dict[bytes, ort.InferenceSession] = {}
 
     def run(
@@ -56,7 +58,7 @@ class Evaluator:
         read = sorted({name for node in nodes for name in node.inputs if name} - made)
         read += sorted({name for node in nodes for name in captured(node.proto)} - made - {*read})
         try:
-            feeds = {name: np.asarray(values[name]) for name in read}
+            feeds = {name: self._fed(values[name]) for name in read}
         except KeyError as error:
             raise NotComputed(f"{error} has no value") from None
         is_standard = all(node.domain == "" for node in nodes)
@@ -68,6 +70,8 @@ class Evaluator:
         graph = helper.make_graph([n.proto for n in nodes], "part", inputs, outputs)
         opsets = [helper.make_opsetid(d, v) for d, v in program.opsets.items() if d != PLUGIN]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        if self.is_wide:
+            _widen(model.graph)
         data = model.SerializeToString(deterministic=True)
         try:
             if data not in self._sessions:
@@ -76,6 +80,10 @@ class Evaluator:
         except Exception as error:  # onnxruntime raises types of its own
             raise NotComputed(f"{error!s:.200}") from None
         return [np.asarray(value) for value in found]
+
+    def _fed(self, value: Array) -> Array:
+        own = np.asarray(value)
+        return own.astype(np.float64) if self.is_wide and own.dtype == np.float32 else own
 
     def run_ranks(self, nodes: Sequence[RankNode], values: list[Values], ranks: Ranks) -> None:
         """Adds the results of nodes of ranks, which are in order, to the values of each rank. Nodes
@@ -217,6 +225,33 @@ def _agreed(values: Iterable[Array | None]) -> Any:
     if any(value != found[0] for value in found):
         raise NotComputed("ranks take other branches, or another number of turns")
     return found[0]
+
+
+def _widen(graph: GraphProto) -> None:
+    """Lets a graph compute in float64 in the place of float32."""
+    for tensor in graph.initializer:
+        _widen_tensor(tensor)
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        if port.type.tensor_type.elem_type == TensorProto.FLOAT:
+            port.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for node in graph.node:
+        if node.op_type == "ConstantOfShape" and not node.attribute:
+            node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(_ZERO)))
+        for attribute in node.attribute:
+            _widen_tensor(attribute.t)
+            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT:
+                attribute.i = TensorProto.DOUBLE
+            for body in [attribute.g, *attribute.graphs]:
+                _widen(body)
+
+
+_ZERO = np.zeros(1, np.float32)
+
+
+def _widen_tensor(tensor: TensorProto) -> None:
+    if tensor.data_type == TensorProto.FLOAT:
+        value = numpy_helper.to_array(tensor).astype(np.float64)
+        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
 
 
 def _type(value: Array) -> int:

@@ -96,6 +96,7 @@ class Program:
                initializers in other files are read when they are needed
     defaults   the values of inputs that have one, where a run may give another
     shapes     the shapes that are known, by tensor; those of ranks' tensors are not
+    metadata   the texts of the file's properties
     """
 
     path: Path
@@ -107,6 +108,7 @@ class Program:
     shapes: dict[str, Shape] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     defaults: Constants = field(default_factory=lambda: Constants({}, Path(), WeightFiles()))
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Constants:
@@ -274,6 +276,7 @@ def _checked(
     )  # fmt: skip
     defaults = {t.name: pool.tensor(t) for t in graph.initializer if t.name in fed}
     program.defaults = Constants(defaults, path.parent, files)
+    program.metadata = {entry.key: entry.value for entry in proto.metadata_props}
     return program
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,12 @@ class Proof:
 
     def _check_states(self) -> Iterator[Failure]:
         ports = self.bundle.ports
+        given = {p["input"]: p["output"] for p in self.bundle.plan.get("states", ())}
+        for name, wanted in _states_of(self.model):
+            if given.get(name) != wanted and wanted in self.model.outputs:
+                text = f"the next value of {name!r} is {wanted!r} in the model, "
+                text += f"{given.get(name) or 'nothing'!r} in {self.bundle.source}"
+                yield Failure("state", wanted, text)
         for pair in self.bundle.plan.get("states", ()):
             source, result = ports[pair["input"]], ports[pair["output"]]
             if pair["output"] in self.model.outputs and not self._is_carried(source, result):
@@ -161,6 +168,15 @@ class Proof:
             if node.key in before and node.key in self.walk.refused:
                 return self.walk.failure(node.key)
         return Failure("output", name, "no tensor of ranks is shown to be it")
+
+
+def _states_of(model: Program) -> list[tuple[str, str]]:
+    """The states that a training step says it has: each input, and the output that it becomes."""
+    try:
+        slots = json.loads(model.metadata.get("onnxpar.training", "{}")).get("slots", ())
+        return [(str(slot["input"]), str(slot["output"])) for slot in slots]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise ModelError(f"{model.path}: 'onnxpar.training' is damaged") from None
 
 
 def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:

@@ -39,6 +39,8 @@ _DISCRETE = frozenset(
     ]
 )  # fmt: skip
 """The element types of integers and the like."""
+_NARROW = frozenset([TensorProto.FLOAT16, TensorProto.BFLOAT16])
+"""The element types of real numbers that have fewer bits than float32."""
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
@@ -114,7 +116,7 @@ class Sampler:
         self.weights, self.draw_ranges = weights, ranges
         self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
         self.seed = seed
-        self.evaluator = Evaluator()
+        self.evaluator, self.wide = Evaluator(), Evaluator(is_wide=True)
         self._of_model: dict[tuple[int, str, bool], bool] = {}
         """Whether a window has the numbers of a constant of ranks."""
         self.computed: set[str] = set()
@@ -131,7 +133,7 @@ class Sampler:
         the sums over ranks `added`, unless ranks compute the result from them."""
         wanted = [name for name in window.nodes[-1].outputs if name]
         self._of_model.clear()
-        self._check_kept(window.nodes[-1])
+        self._check_kept(window)
         found: list[Held] = []
         before: list[RankNode] = []
         computed: set[str] = set()
@@ -152,17 +154,24 @@ class Sampler:
             raise Disagreement("ranks add up another value")
         return found
 
-    def _check_kept(self, last: Node) -> None:
-        """A result in integers or Booleans tells little of the real numbers that it is made from,
-        so these must be related. Errors: NotComputed."""
-        kinds = {self.model.types.get(name, 0) for name in last.outputs if name}
-        if not kinds <= _DISCRETE:
-            return
-        for name in last.inputs:
-            is_made = name and name not in self.model.constants
-            is_real = self.model.types.get(name, 0) not in _DISCRETE
-            if is_made and is_real and not self.relations.by_term.get(name):
-                raise NotComputed(f"what it reads, {name!r}, is not related")
+    def _check_kept(self, window: Window) -> None:
+        """Integers and Booleans tell little of the real numbers that they are made from: these must
+        be related, or reach the result as real numbers, too. Errors: NotComputed."""
+        reach = {name for name in window.nodes[-1].outputs if self._is_real(name)}
+        for node in reversed(window.nodes):
+            if reach & {*node.outputs}:
+                reach |= {name for name in node.inputs if self._is_real(name)}
+        for node in window.nodes:
+            if any(self._is_real(name) for name in node.outputs if name):
+                continue
+            for name in node.inputs:
+                is_made = name and name not in self.model.constants
+                is_lost = is_made and self._is_real(name) and name not in reach
+                if is_lost and not self.relations.by_term.get(name):
+                    raise NotComputed(f"what it reads, {name!r}, is not related")
+
+    def _is_real(self, name: str) -> bool:
+        return self.model.types.get(name, 0) not in _DISCRETE
 
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
         key = id(window), name, is_table
@@ -349,7 +358,58 @@ class Sampler:
             if number + 1 >= DRAWS and all(each.is_enough for each in told):
                 break
         self.computed -= {held.name for held in kept or ()}
-        return [h for h in kept or [] if evidence[h.term].is_enough]
+        found = [h for h in kept or [] if evidence[h.term].is_enough]
+        wrong = self._refuted(window, nodes, found, draws)
+        self.computed |= {held.name for held in wrong}
+        return [h for h in found if h not in wrong]
+
+    def _refuted(
+        self, window: Window, nodes: Sequence[RankNode], found: Sequence[Held], draws: Draws
+    ) -> list[Held]:
+        """Of relations that hold but for rounding in float32, those that do not in float64: there,
+        a term much smaller than another one is not lost. Only where ranks have no other numbers
+        than the model, which may be rounded, and where there are kernels."""
+        kinds = {each.attrs.get("to") for each in (*window.nodes, *(n.first for n in nodes))}
+        kinds |= {self.model.types.get(name, 1) for name in window.reads}
+        exact = [h for h in found if self._has_exact_numbers(window, h)]
+        if draws.is_exact or kinds & _NARROW or not exact:
+            return []
+        wrong: dict[int, Held] = {}
+        for number in range(MOST_DRAWS, MOST_DRAWS + 3):
+            terms = list(dict.fromkeys(held.term for held in exact))
+            try:
+                values = self._model_values(window, draws, number)
+                whole = dict(
+                    zip(terms, self.wide.run(window.nodes, values, self.model, terms), strict=True)
+                )
+            except NotComputed:
+                return []
+            own = self._rank_values(window, values, nodes, draws, number)
+            self.wide.run_ranks(nodes, own, self.ranks)
+            for held in exact:
+                is_run = all(held.name in each for each in own)
+                if is_run and not self._agrees(held, whole[held.term], own, False):
+                    wrong[id(held)] = held
+        return list(wrong.values())
+
+    def _has_exact_numbers(self, window: Window, held: Held) -> bool:
+        """True if ranks compute a tensor from numbers of the model alone."""
+        try:
+            nodes = self.before(window, [self.ranks.makers[held.name]])
+        except NotComputed:
+            return False
+        names = {name for node in nodes for name in _read_by(node)}
+        return all(self._is_exact(window, name) for name in names if self.ranks.is_constant(name))
+
+    def _is_exact(self, window: Window, name: str) -> bool:
+        terms = [term for term in window.reads if term in self.model.constants]
+        if any(self.weights.relate(term, name) for term in terms):
+            return True
+        values = self.ranks.constants(name) or []
+        if not values or values[0].dtype.kind != "f":
+            return True
+        known = self._numbers(window, values[0].dtype)
+        return all(bool(np.isin(value, known).all()) for value in values)
 
     def _computed(
         self, window: Window, draws: Draws, number: int, wanted: Sequence[str]
