@@ -496,7 +496,7 @@ def port_layout(random: Random, mutant: Mutant) -> None:
     else:
         dim["axes"] = [[axis, size, 1]]
     mutant.ports.add(port["name"])
-    mutant.changed[MAIN].add(port["name"])
+    mutant.inputs |= {port["name"]} & {each["name"] for each in plan["inputs"]}
     mutant.text = f"{port['name']} is {port['layout']['dims']}"
 
 
@@ -530,7 +530,7 @@ def size_form(random: Random, mutant: Mutant) -> None:
     port, dim = _chosen(random, choices)
     dim["size"] = random.choice([f"{dim['size']} + 1", f"2*({dim['size']})", f"({dim['size']})//2"])
     mutant.ports.add(port["name"])
-    mutant.changed[MAIN].add(port["name"])
+    mutant.inputs |= {port["name"]} & {each["name"] for each in plan["inputs"]}
     mutant.text = f"a size of {port['name']} is {dim['size']}"
 
 

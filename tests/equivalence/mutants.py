@@ -38,14 +38,14 @@ EQUAL, NEEDLESS, UNUSABLE, ERROR = "equal", "needless", "unusable", "error"
 OUTCOMES = (RIGHT, ELSEWHERE, ERROR, HOLE, CRASH, EQUAL, NEEDLESS, UNUSABLE)
 """The outcomes of a mutant.
 
-right      refused at the nearest tensor of the model
+right      refused at the nearest tensor of the model, or by an error that names the port
 elsewhere  refused at another tensor
-error      an error, which names a file, or the plan
+error      an error, though ranks can run
 HOLE       accepted, and ranks differ from the model
 CRASH      an exception that is no error of onnxpar
 equal      accepted, and ranks are equal to the model on many draws
 needless   refused, and ranks are equal to the model on some draws
-unusable   an error, and ranks cannot run, either
+unusable   another error, and ranks cannot run, either
 """
 
 
@@ -105,7 +105,7 @@ def judge(mutant: Mutant) -> Outcome:
     if outcome:
         pass
     elif result is None:
-        outcome = ERROR if _names(said, mutant) else UNUSABLE
+        outcome = RIGHT if _names(said, mutant) else ERROR if not differs else UNUSABLE
     elif result.ok:
         outcome = HOLE if differs else EQUAL
     elif not differs:
@@ -116,7 +116,7 @@ def judge(mutant: Mutant) -> Outcome:
 
 
 def _names(said: str, mutant: Mutant) -> bool:
-    return "plan.json" in said or any(name in said for name in (*mutant.ports, *mutant.calls))
+    return any(repr(name) in said for name in (*mutant.ports, *mutant.calls))
 
 
 def _said(result: onnxpar.Verification) -> str:
@@ -129,7 +129,9 @@ def _is_right(result: onnxpar.Verification, mutant: Mutant) -> bool:
     first = result.failures[0]
     if first.kind == "order":
         return any(name in first.text for name in mutant.calls)
-    return first.tensor in mutant.subject.nearest(mutant)
+    return first.tensor in mutant.subject.nearest(mutant) or any(
+        mutant.subject.depends(first.tensor, port) for port in mutant.inputs
+    )
 
 
 def table(outcomes: Sequence[tuple[str, str]]) -> str:

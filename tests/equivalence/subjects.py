@@ -43,6 +43,8 @@ class Mutant:
     plan     plan.json, if it is changed
     changed  names of ranks' tensors, by program, whose values the change decides
     ports    names of changed ports
+    inputs   those of them that are inputs: ranks are wrong at the first node that they do not
+             compute from what the session gives them now, wherever that is
     calls    names of collectives whose order, group or tag is changed
     """
 
@@ -53,6 +55,7 @@ class Mutant:
     plan: dict[str, Any] | None = None
     changed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     ports: set[str] = field(default_factory=set)
+    inputs: set[str] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
 
     def graph(self, program: str, rank: int) -> GraphProto:
@@ -291,6 +294,18 @@ class Subject:
         return nodes | {
             name: node for node in self.proto.graph.node for name in node.output if name
         }
+
+    def depends(self, tensor: str, on: str) -> bool:
+        """True if a tensor of the model depends on another."""
+        todo, seen = [tensor], set[str]()
+        while todo:
+            name = todo.pop()
+            if name == on:
+                return True
+            if name not in seen and name in self.model_nodes:
+                seen.add(name)
+                todo += self.model_nodes[name].input
+        return False
 
     def nearest(self, mutant: Mutant) -> set[str]:
         """The tensors of the model at a change: results of the nodes from which the changed nodes
