@@ -220,10 +220,12 @@ class Collectives:
         return tuple(self.families.of(f.spans[source] for source in sources) for f in held.dims)
 
     def _axis(self, held: Held, attrs: Sequence[Mapping[str, Any]], name: str) -> int:
-        axes = {int(own.get(name, 0)) % max(len(held.dims), 1) for own in attrs}
-        if len(axes) != 1 or not held.dims:
+        axes, rank = {int(own.get(name, 0)) for own in attrs}, len(held.dims)
+        if any(not -rank <= axis < rank for axis in axes):
+            raise NotShown(f"{held.term!r} has no dimension {max(axes, key=abs)}")
+        if len({axis % rank for axis in axes}) != 1:
             raise NotShown(f"ranks have other {name}s")
-        return axes.pop()
+        return axes.pop() % rank
 
     def _same_but(self, held: Held, rank: int, group: Sequence[int], axes: Sequence[int]) -> None:
         """Members must hold the same positions of all other dimensions."""

@@ -90,7 +90,7 @@ class Runs:
 
     def cut(self, axis: int, start: int, stop: int) -> Runs:
         """The positions from `start` to `stop` of a dimension."""
-        axis %= len(self.shape)
+        axis = _dimension(axis, self.shape)
         if not 0 <= start <= stop <= self.shape[axis]:
             raise ValueError(f"positions {start} to {stop} of {self.shape[axis]}")
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
@@ -102,7 +102,7 @@ class Runs:
     def join(parts: Sequence[Runs], axis: int) -> Runs:
         """Parts one behind the other along a dimension; all others are equal."""
         first = parts[0].shape
-        axis %= len(first)
+        axis = _dimension(axis, first)
         if any((*p.shape[:axis], *p.shape[axis + 1 :]) != (*first[:axis], *first[axis + 1 :])
                for p in parts):  # fmt: skip
             raise ValueError("parts have other dimensions")
@@ -131,3 +131,10 @@ class Runs:
         before = np.cumsum(sizes) - sizes
         chosen = np.repeat(low - before, sizes) + np.arange(sizes.sum())
         return Runs(shape, starts[chosen], np.diff(points)[chosen])
+
+
+def _dimension(axis: int, shape: Shape) -> int:
+    """The number of a dimension. Errors: ValueError if the shape has none with that number."""
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{list(shape)} has no dimension {axis}")
+    return axis % len(shape)

@@ -54,3 +54,5 @@ def test_other_numbers_are_no_positions() -> None:
         Runs.of(np.arange(4)).cut(0, 0, 5)
     with pytest.raises(ValueError, match="other dimensions"):
         Runs.join([Runs.of(np.zeros((2, 2), int)), Runs.of(np.zeros((2, 3), int))], 0)
+    with pytest.raises(ValueError, match="no dimension 1"):
+        Runs.join([Runs.of(np.arange(4))], 1)
