@@ -39,6 +39,7 @@ WRITTEN = {
     "html": "--html",
     "save_strategy": "--save-strategy",
     "profile": "--profile",
+    "keep": "--keep",
     "csv": "--csv",
 }
 """Options that name a file to write, and their flags."""
