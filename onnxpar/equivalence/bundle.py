@@ -112,13 +112,10 @@ class Bundle:
     def families(self, port: Mapping[str, Any], families: Families) -> tuple[Family, ...] | None:
         """What ranks hold of a port or a weight; None for one without a layout. Errors:
         DamagedError."""
-        layout, shape = port.get("layout"), port.get("shape")
+        layout = port.get("layout")
         if layout is None:
             return None
-        found = tuple(families_of(layout, self.mesh, families, self.size))
-        if shape is not None and len(shape) != len(found):
-            raise DamagedError(f"{self.folder}/plan.json: the layout of {port['name']!r} is none")
-        return found
+        return tuple(families_of(layout, self.mesh, families, self.size))
 
     def lengths(self) -> list[Bundle]:
         """The folder as it is for samples of each length; itself if it has no such programs.

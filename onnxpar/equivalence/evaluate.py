@@ -270,10 +270,11 @@ def communicate(
     if op not in SUPPORTED:
         raise NotComputed(f"{op} is not computed here")
     held = [own[source] for own in values]
+    for own in values:
+        own.update(dict.fromkeys(first.outputs[1:], _known(None)))
     if op == "Gate":
         for own, value in zip(values, held, strict=True):
             own[result] = value
-            own.update(dict.fromkeys(first.outputs[1:], np.zeros(0, np.float32)))
         return
     attrs: list[dict[str, Any]] = [dict(own.attrs) for own in node.nodes]
     for mine, attr in zip(values, attrs, strict=True):
@@ -291,7 +292,6 @@ def communicate(
             if attr.get("equal"):
                 _check_equal(op, *members[:2])
             values[rank][result] = np.asarray(_COLLECTIVES[op](*members))
-            values[rank].update(dict.fromkeys(first.outputs[1:], np.zeros(0, np.float32)))
     except (ValueError, IndexError, KeyError) as error:
         raise NotComputed(f"{first.name}: {error}") from None
 

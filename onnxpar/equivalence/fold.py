@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -21,6 +20,7 @@ from onnxpar.equivalence.program import (
     captured,
     infer,
     read_node,
+    rewired,
 )
 from onnxpar.equivalence.trace import MOVED, move
 
@@ -123,7 +123,10 @@ def merge_equal(program: Program) -> None:
             if name:
                 same[name] = source
                 merged.append(read_node(helper.make_node("Identity", [source], [name], node.name)))
-    program.nodes = [_renamed(node, same) for node in merged]
+    program.nodes = [
+        rewired(node, [same.get(name, name) for name in node.inputs], node.outputs)
+        for node in merged
+    ]
 
 
 def _equal_constants(program: Program) -> dict[str, str]:
@@ -138,24 +141,9 @@ def _equal_constants(program: Program) -> dict[str, str]:
     return same
 
 
-def _renamed(node: Node, same: Mapping[str, str]) -> Node:
-    """A node that reads these tensors in place of others."""
-    inputs = [same.get(name, name) for name in node.inputs]
-    if tuple(inputs) == node.inputs:
-        return node
-    proto = onnx.NodeProto()
-    proto.CopyFrom(node.proto)
-    proto.input[:] = inputs
-    return replace(node, inputs=tuple(inputs), proto=proto)
-
-
 def _is_constant(node: Node, known: set[str]) -> bool:
     """True for a node that onnxruntime can compute from constants alone."""
-    if (
-        node.domain != ""
-        or node.op in RANDOM
-        or any(isinstance(a, bytes) for a in node.attrs.values())
-    ):
+    if node.domain != "" or node.op in RANDOM or node.has_body:
         return False
     return all(name in known for name in node.inputs if name)
 

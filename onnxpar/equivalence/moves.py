@@ -11,7 +11,8 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.lemma import Case, Lemma, NotShown, Result, merged
 from onnxpar.equivalence.program import Node, Shape, default
-from onnxpar.equivalence.spans import Family, places_of, spans_of
+from onnxpar.equivalence.runs import Runs
+from onnxpar.equivalence.spans import Family, places_of
 
 MOST_WAYS = 4
 """The most ways in which a rank's copies of one element stand for a dimension."""
@@ -140,10 +141,10 @@ def _reshape_spans(
     inner: Sequence[Array], shape: Shape, out: Shape, sizes: tuple[int, ...], rank: int
 ) -> list[Array]:
     """The positions of each dimension of a rank's result."""
-    places = places_of(inner, shape)
-    if math.prod(sizes) != places.size:
-        raise NotShown(f"rank {rank} reshapes {places.size} elements to {list(sizes)}")
-    spans = spans_of(places.reshape(sizes), out)
+    count = math.prod(map(len, inner))
+    if math.prod(sizes) != count:
+        raise NotShown(f"rank {rank} reshapes {count} elements to {list(sizes)}")
+    spans = Runs.at(inner, shape, 0).reshape(sizes).spans(out, 0)
     if spans is None:
         raise NotShown(f"what rank {rank} holds is no part of the reshaped dimensions")
     return spans

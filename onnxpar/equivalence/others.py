@@ -7,14 +7,12 @@ collective of a group on one member meets the first on the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from onnx import AttributeProto
-
 from onnxpar.base.errors import ModelError
-from onnxpar.equivalence.program import Node, Program
+from onnxpar.equivalence.program import Node, Program, rewired
 from onnxpar.equivalence.ranks import PLUGIN
 
 _TENSORRT = {
@@ -131,7 +129,7 @@ def _align(program: Program, first: Program) -> None:
         (a.kind, len(a.inputs), len(a.outputs)) == (b.kind, len(b.inputs), len(b.outputs))
         for a, b in pairs
     )
-    if not alike or any(_has_body(node) for node in program.nodes):
+    if not alike or any(node.has_body for node in program.nodes):
         return
     names: dict[str, str] = {}
     for own, other in pairs:
@@ -146,22 +144,10 @@ def _align(program: Program, first: Program) -> None:
     if not is_unique or any(names.get(port, port) != port for port in ports):
         return
     if any(name != wanted for name, wanted in names.items()):
-        program.nodes = [_renamed(node, names) for node in program.nodes]
+        program.nodes = [
+            rewired(node, [names[n] for n in node.inputs], [names[n] for n in node.outputs])
+            for node in program.nodes
+        ]
         program.constants.rename(names)
         program.shapes = {names.get(n, n): shape for n, shape in program.shapes.items()}
         program.types = {names.get(n, n): kind for n, kind in program.types.items()}
-
-
-def _has_body(node: Node) -> bool:
-    kinds = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-    return any(attribute.type in kinds for attribute in node.proto.attribute)
-
-
-def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    inputs, outputs = (tuple(names[n] for n in own) for own in (node.inputs, node.outputs))
-    proto = type(node.proto)()
-    proto.CopyFrom(node.proto)
-    del proto.input[:], proto.output[:]
-    proto.input.extend(inputs)
-    proto.output.extend(outputs)
-    return replace(node, inputs=inputs, outputs=outputs, proto=proto)

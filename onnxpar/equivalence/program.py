@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,11 @@ class Node:
         """The graphs that an If, a Loop or a Scan runs, by attribute."""
         graphs = ((a.name, a.g) for a in self.proto.attribute if a.type == AttributeProto.GRAPH)
         return {name: read_body(graph) for name, graph in graphs}
+
+    @property
+    def has_body(self) -> bool:
+        """True for a node with graphs inside."""
+        return any(isinstance(value, bytes) for value in self.attrs.values())
 
     @property
     def key(self) -> str:
@@ -406,6 +411,16 @@ def read_node(node: NodeProto) -> Node:
         inputs = inputs[:-1]
     outputs = tuple(node.output)
     return Node(node.op_type, domain, name, inputs, outputs, attrs, origin or name, node)
+
+
+def rewired(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> Node:
+    """A node that reads and makes other tensors."""
+    if (node.inputs, node.outputs) == (tuple(inputs), tuple(outputs)):
+        return node
+    proto = NodeProto()
+    proto.CopyFrom(node.proto)
+    proto.input[:], proto.output[:] = inputs, outputs
+    return replace(node, inputs=tuple(inputs), outputs=tuple(outputs), proto=proto)
 
 
 def _attribute(attribute: AttributeProto) -> Any:

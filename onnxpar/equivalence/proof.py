@@ -181,11 +181,7 @@ def _states_of(model: Program) -> list[tuple[str, str]]:
 
 def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:
     """True if ranks hold positions that a tensor of this shape has."""
-    return len(dims) == len(shape) and all(
-        not len(span) or 0 <= span.min() <= span.max() < size
-        for family, size in zip(dims, shape, strict=True)
-        for span in {id(s): s for s in family.spans}.values()
-    )
+    return len(dims) == len(shape) and all(map(Family.fits, dims, shape))
 
 
 def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:

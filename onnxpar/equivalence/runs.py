@@ -84,6 +84,20 @@ class Runs:
         run = np.searchsorted(self._ends, flat, "right")
         return np.asarray(self.starts[run] + flat - (self._ends - self.counts)[run])
 
+    def spans(self, shape: Shape, first: int) -> list[Array] | None:
+        """The inverse of `at`: the positions of each dimension of a tensor with this shape; None if
+        the numbers are not those of some positions. Beside an empty dimension, positions hold
+        nothing, and are the first ones."""
+        if len(self.shape) != len(shape):
+            return None
+        if 0 in self.shape:
+            return [np.arange(n) % max(size, 1) for n, size in zip(self.shape, shape, strict=True)]
+        spans = [
+            (self.line(axis) - first) // math.prod(shape[axis + 1 :]) % size
+            for axis, size in enumerate(shape)
+        ]
+        return spans if self.same(Runs.at(spans, shape, first)) else None
+
     def reshape(self, shape: Shape) -> Runs:
         """The same numbers in another shape."""
         return Runs(tuple(map(int, shape)), self.starts, self.counts)

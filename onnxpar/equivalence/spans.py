@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -34,7 +33,8 @@ class Family:
 
     def fits(self, size: int) -> bool:
         """True if a dimension of this size has all positions."""
-        return all(not len(s) or 0 <= s.min() <= s.max() < size for s in self.spans)
+        spans = {id(span): span for span in self.spans}.values()
+        return all(not len(s) or 0 <= s.min() <= s.max() < size for s in spans)
 
     def covers(self, ranks: Sequence[int], size: int) -> bool:
         """True if these ranks together hold each position of a dimension exactly once."""
@@ -106,18 +106,3 @@ def places_of(spans: Iterable[Array], shape: Iterable[int]) -> Array:
     for span, size in zip(spans, shape, strict=True):
         places = places[..., None] * size + span
     return np.asarray(places)
-
-
-def spans_of(places: Array, shape: Sequence[int]) -> list[Array] | None:
-    """The inverse of `places_of`; None if places are not those of some positions of each dimension.
-    Beside an empty dimension, positions hold nothing, and are the first ones."""
-    if not places.size:
-        return [np.arange(n) % max(size, 1) for n, size in zip(places.shape, shape, strict=True)]
-    spans, total, stride = [], np.zeros((1,) * len(shape), np.int64), math.prod(shape)
-    for axis, size in enumerate(shape):
-        stride //= size
-        line = places[tuple(slice(None) if i == axis else 0 for i in range(len(shape)))]
-        span = line // stride % size
-        spans.append(span)
-        total = total + span.reshape([-1 if i == axis else 1 for i in range(len(shape))]) * stride
-    return spans if np.array_equal(np.broadcast_to(total, places.shape), places) else None

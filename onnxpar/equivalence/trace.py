@@ -8,7 +8,6 @@ those of some positions of one tensor of the model stands for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from onnxpar.equivalence.collectives import Collectives, shard_bounds
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
-from onnxpar.equivalence.program import Node, Program, Shape
+from onnxpar.equivalence.program import Node, Program
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.runs import Runs
 from onnxpar.equivalence.spans import Families
@@ -240,7 +239,7 @@ class Trace:
         shape = self.shapes[term]
         spans: list[list[Array]] = [[] for _ in shape]
         for each in numbers:
-            own = _spans_of(each, shape, kind * _PLACES)
+            own = each.spans(shape, kind * _PLACES)
             if own is None:
                 return None
             for axis, span in enumerate(own):
@@ -256,21 +255,6 @@ def _narrowed(model: Program, ranks: Ranks) -> Iterator[str]:
         is_narrow = first.kind == ("", "Cast") and first.attrs.get("to") in _HALVES
         if is_narrow and names.isdisjoint((first.origin, first.outputs[0])):
             yield first.outputs[0]
-
-
-def _spans_of(runs: Runs, shape: Shape, first: int) -> list[Array] | None:
-    """The positions of each dimension of a tensor at which the elements with these numbers are;
-    None if they are at no such positions. Beside an empty dimension, positions hold nothing, and
-    are the first ones."""
-    if len(runs.shape) != len(shape):
-        return None
-    if 0 in runs.shape:
-        return [np.arange(n) % max(size, 1) for n, size in zip(runs.shape, shape, strict=True)]
-    spans = [
-        (runs.line(axis) - first) // math.prod(shape[axis + 1 :]) % size
-        for axis, size in enumerate(shape)
-    ]
-    return spans if runs.same(Runs.at(spans, shape, first)) else None
 
 
 def _shard(runs: Runs, axis: str, sizes: str, attrs: Mapping[str, Any], index: int) -> Runs:

@@ -53,14 +53,16 @@ def verify_bundle(
     parts = [prover.prove(*each) for each in folded]
     is_open = bundle.length is None
     failures = [
-        each if is_open else _at(own.sizes, each)
+        each if is_open else _at(own, each)
         for part, (own, _) in zip(parts, folded, strict=True)
         for each in part.failures
     ]
     first, tested = parts[0], [dict(bundle.sizes)]
     for sizes in bindings(bundle.sizes, given, first.borders)[1:] if is_open else ():
         other = replace(bundle, sizes=sizes)
-        if failures or not other.is_allowed():
+        if failures:
+            break
+        if not other.is_allowed():
             continue
         with suppress(NotComputed):
             again = other.model(model)
@@ -68,7 +70,7 @@ def verify_bundle(
             outcome = prover.prove(other, again)
             if outcome.failures and _runs(program, seed) and not _runs(again, seed):
                 continue
-            failures = [_at(sizes, each) for each in outcome.failures]
+            failures = [_at(other, each) for each in outcome.failures]
             assumed |= outcome.assumed
             tested.append(sizes)
     assumed |= {name: reason for part in parts for name, reason in part.assumed.items()}
@@ -191,9 +193,8 @@ def _kept(proof: Proof, failure: Failure, place: Path) -> Failure:
     return replace(failure, details=(*failure.details, line))
 
 
-def _at(sizes: Mapping[str, int], failure: Failure) -> Failure:
-    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return replace(failure, text=f"at {text}: {failure.text}")
+def _at(bundle: Bundle, failure: Failure) -> Failure:
+    return replace(failure, text=f"at {bundle.text()}: {failure.text}")
 
 
 def _folded(bundle: Bundle, model: Path, given: Mapping[str, int]) -> tuple[Bundle, Program]:
@@ -207,8 +208,8 @@ def _folded(bundle: Bundle, model: Path, given: Mapping[str, int]) -> tuple[Bund
         except NotComputed as error:
             sizes = {n: s if n in given else s // 2 for n, s in bundle.sizes.items()}
             if sizes == bundle.sizes or not all(sizes.values()):
-                text = ", ".join(f"{name}={size}" for name, size in bundle.sizes.items())
-                raise InputError(f"{model} cannot run at {text or 'its sizes'}: {error}") from None
+                text = bundle.text() or "its sizes"
+                raise InputError(f"{model} cannot run at {text}: {error}") from None
             bundle = replace(bundle, sizes=sizes)
         else:
             return bundle, program

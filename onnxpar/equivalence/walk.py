@@ -216,7 +216,6 @@ class Walk:
                 found = self._show(node, local, held, reasons)
                 if found is not None:
                     self.proved.setdefault(key, found)
-                    self.refused.pop(key, None)
         if key not in self.proved and node.kind == ("", "Gather"):
             self._look_up(node)
         if key in self.proved:
@@ -237,7 +236,6 @@ class Walk:
             self.model.shapes.setdefault(held.term, (*table[:axis], *indices, *table[axis + 1 :]))
             self.hold(held)
             self.proved.setdefault(node.key, "lemma")
-            self.refused.pop(node.key, None)
 
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn

@@ -24,7 +24,6 @@ class Weights:
 
     copies    the names that ranks have for a weight of the model
     compared  the bytes of constants of ranks that are the model's
-    believed  the weights in files that were not compared: plan.json says what ranks hold of them
     """
 
     def __init__(self, model: Program, ranks: Ranks, bundle: Bundle, families: Families) -> None:
@@ -32,7 +31,6 @@ class Weights:
         self.copies: dict[str, list[str]] = {}
         self.compared = 0
         self.contents = Contents(bundle.files)
-        self.believed: set[str] = set()
         self._planned: dict[tuple[str, str], tuple[Family, ...] | None] = {}
         self._known: dict[tuple[str, str], list[Held]] = {}
         for weight in bundle.plan.get("weights", ()):
@@ -59,7 +57,6 @@ class Weights:
         if self.is_believed(self.model.constants, term) and self.is_believed(first, name):
             dims = self._planned.get((term, name))
             if dims is not None and local == [*zip(*(f.sizes for f in dims), strict=True)]:
-                self.believed.add(term)
                 yield Held(term, name, dims)
             return
         choices = [

@@ -298,7 +298,7 @@ class Sampler:
             found[node.number] = node
             if len(found) > MOST_KEPT:
                 raise NotComputed(f"ranks compute it with more than {MOST_KEPT} nodes")
-            read = {name for each in node.nodes for name in each.inputs} - known
+            read = {n for each in node.nodes for n in (*each.inputs, *captured(each.proto))} - known
             if node.first.domain == PLUGIN:
                 read &= {name for each in node.nodes for name in each.inputs[:1]}
             todo += [self.ranks.makers[name] for name in read if name in self.ranks.makers]

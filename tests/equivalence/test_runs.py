@@ -7,7 +7,6 @@ import pytest
 
 from onnxpar.equivalence.runs import Runs
 from onnxpar.equivalence.spans import places_of
-from onnxpar.equivalence.trace import _spans_of
 
 
 def spans(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -29,7 +28,7 @@ def test_moves(seed: int) -> None:
     numbers = places_of(held, shape) + 1000
     runs = Runs.at(held, shape, 1000)
     assert np.array_equal(runs.numbers, numbers) and runs.same(Runs.of(numbers))
-    own = _spans_of(runs, shape, 1000)
+    own = runs.spans(shape, 1000)
     assert own is not None
     if numbers.size:
         assert all(np.array_equal(a, b) for a, b in zip(own, held, strict=True))
@@ -45,9 +44,9 @@ def test_moves(seed: int) -> None:
 
 
 def test_other_numbers_are_no_positions() -> None:
-    assert _spans_of(Runs.of(np.array([[0, 1], [3, 2]])), (2, 2), 0) is None
-    assert _spans_of(Runs.of(np.array([[0, 1], [2, 2]])), (2, 2), 0) is None
-    assert _spans_of(Runs.of(np.array([0, 1, 2, 3])), (2, 2), 0) is None
+    assert Runs.of(np.array([[0, 1], [3, 2]])).spans((2, 2), 0) is None
+    assert Runs.of(np.array([[0, 1], [2, 2]])).spans((2, 2), 0) is None
+    assert Runs.of(np.array([0, 1, 2, 3])).spans((2, 2), 0) is None
     with pytest.raises(ValueError, match="not the shape"):
         Runs.of(np.arange(4)).reshape((5,))
     with pytest.raises(ValueError, match="positions 0 to 5"):
