@@ -139,7 +139,7 @@ class Collectives:
             if own.get("equal") and len({family.sizes[m] for m in group}) > 1:
                 raise NotShown("members have other numbers of positions")
             spans.append(np.concatenate([family.spans[member] for member in group]))
-        return self._with(held, axis, spans), self._alike(held, attrs)
+        return self._with(held, axis, spans), self.alike(held.partial, attrs)
 
     def reduce_scatter(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
         """Each member gets its shard of the whole result."""
@@ -158,7 +158,7 @@ class Collectives:
         another."""
         cut, joined = (self._axis(held, attrs, f"{k}_axis") for k in ("split", "concat"))
         if cut == joined:
-            return self._exchange(held, attrs, cut), self._alike(held, attrs)
+            return self._exchange(held, attrs, cut), self.alike(held.partial, attrs)
         left, right = [], []
         for rank, own in enumerate(attrs):
             group = own["group"]
@@ -176,7 +176,7 @@ class Collectives:
             right.append(np.concatenate([held.dims[joined].spans[member] for member in group]))
         dims = list(held.dims)
         dims[cut], dims[joined] = self.families.of(left), self.families.of(right)
-        return tuple(dims), self._alike(held, attrs)
+        return tuple(dims), self.alike(held.partial, attrs)
 
     def _exchange(
         self, held: Held, attrs: Sequence[Mapping[str, Any]], axis: int
@@ -200,7 +200,7 @@ class Collectives:
     def broadcast(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
         """All members get what the root has."""
         sources = [own["group"][int(own.get("root", 0))] for own in attrs]
-        return self._from(held, sources), self._alike(held, attrs)
+        return self._from(held, sources), self.alike(held.partial, attrs)
 
     def permute(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
         """Each member gets what another has."""
@@ -235,14 +235,16 @@ class Collectives:
                     f"members of rank {rank}'s group hold other positions of dimension {i}"
                 )
 
-    def _alike(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> tuple[Partial, ...]:
-        """Members must have the same parts of a sum."""
+    def alike(
+        self, partial: tuple[Partial, ...], attrs: Sequence[Mapping[str, Any]]
+    ) -> tuple[Partial, ...]:
+        """What parts of a sum ranks have after they exchange them: members must have the same."""
         for rank, own in enumerate(attrs):
-            for part in held.partial:
+            for part in partial:
                 spans = part.family.spans
                 if any(spans[m] is not spans[rank] for m in own["group"]):
                     raise NotShown("members have other parts of a sum")
-        return held.partial
+        return partial
 
     def _shard(
         self, span: Array, attrs: Mapping[str, Any], sizes: Sequence[int] | None, index: int

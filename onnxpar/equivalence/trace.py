@@ -175,6 +175,9 @@ class Trace:
             own = self._reduced(own, attrs, node.first.name)
             if op == "AllReduce":
                 return [own]
+        else:
+            for kind in {int(k) for each in own for k in np.unique(each.starts // _PLACES)}:
+                self.collectives.alike(self.kinds[kind][1], attrs)
         return [[self._received(own, attrs, op, rank) for rank in range(self.ranks.size)]]
 
     def _received(

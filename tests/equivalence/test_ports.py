@@ -295,3 +295,13 @@ def test_an_integer_does_not_tell_of_the_numbers_before_it(tmp_path: Path) -> No
     bad = "g (float[4,8] x) => (int64[4,1] y) { h = MatMul(x, w) y = ArgMax<axis=1>(h) }"
     result = verified(tmp_path, (model, values), [(bad, values)] * 2, TP)
     assert [failure.tensor for failure in result.failures] == ["m"], result.text()
+
+
+def test_parts_of_a_sum_that_were_exchanged(tmp_path: Path) -> None:
+    """Both ranks add up the part of the first one."""
+    text = """g (float[4,8] x) => (float[4,6] y) {
+        h = MatMul(x, up) r = Relu(h) p = MatMul(r, down) all = AllGather(p)
+        first, second = Split<axis=0>(all, rows) y = AllReduce(first) }"""
+    ranks = [(text, part(rank, rows=np.array([4, 4]))) for rank in range(2)]
+    result = verified(tmp_path, (MODEL, W), ranks, TP)
+    assert [failure.tensor for failure in result.failures] == ["y"], result.text()
