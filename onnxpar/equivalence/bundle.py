@@ -36,6 +36,8 @@ MOST_TEXT = 1 << 14
 """The most characters of an expression of sizes."""
 MOST_VALUE = 1 << 80
 """The largest value of a part of an expression of sizes."""
+PAGED = "paged.onnx"
+"""The decoder with caches in pages that the loader made of the model, without weights."""
 SIZES = "onnxpar.sizes"
 """The input of ranks with the values of open sizes."""
 _BY_HAND = SUPPORTED - {"Gate"} | {"Send", "Recv", "Rank", "GroupSize"}
@@ -193,6 +195,13 @@ class Bundle:
             found.append(read_values(path, self.files))
         return found
 
+    @property
+    def paged(self) -> Path | None:
+        """The file with the graph that ranks compute in place of the model's; None if there is
+        none."""
+        path = self.folder / PAGED
+        return path if path.exists() else None
+
     def model(self, path: Path) -> Program:
         """The unsplit model, at the open sizes. Errors: InputError if ranks have other inputs."""
         shapes = {
@@ -201,7 +210,8 @@ class Bundle:
             if (shape := self.shape(port)) is not None
         }
         is_open = self.sizes and self.length is None
-        program = read_program(path, self.files, self.fed, shapes if is_open else None)
+        given = shapes if is_open else None
+        program = read_program(path, self.files, self.fed, given, self.paged)
         if any(node.domain == PLUGIN and node.op in _BY_HAND for node in program.nodes):
             raise InputError(
                 f"{path} is the program of one rank, with collectives of its own: give the unsplit "

@@ -197,17 +197,40 @@ def load(path: Path) -> ModelProto:
 
 def read_program(
     path: Path, files: WeightFiles, fed: Collection[str] = (),
-    shapes: Mapping[str, Shape] | None = None,
+    shapes: Mapping[str, Shape] | None = None, graph: Path | None = None,
 ) -> Program:  # fmt: skip
     """Reads a model; weights in other files stay there, and are read by `files`. Inputs that have
     default values are constants, unless they are among `fed`. `shapes` has shapes of inputs, in
-    place of those of the file. Errors: ModelError."""
+    place of those of the file. `graph` is a file with other nodes and ports for the model's
+    weights, which are inputs there. Errors: ModelError."""
     proto = load(path)
+    if graph is not None:
+        proto = _with_weights(load(graph), graph, proto, path, fed)
     if shapes:
         _set_shapes(proto.graph, shapes)
     program = _program(proto, path, files, fed, Pool())
     _infer(proto, program)
     return program
+
+
+def _with_weights(
+    graph: ModelProto, file: Path, model: ModelProto, path: Path, fed: Collection[str]
+) -> ModelProto:
+    """A graph whose inputs that no run gets are the weights of a model. Errors: ModelError if the
+    model has no such weights."""
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    ports = [*graph.graph.input]
+    del graph.graph.input[:]
+    for port in ports:
+        if port.name in fed:
+            graph.graph.input.append(port)
+            continue
+        tensor, own = weights.get(port.name), port.type.tensor_type
+        shape = [dim.dim_value for dim in own.shape.dim]
+        if tensor is None or ([*tensor.dims], tensor.data_type) != (shape, own.elem_type):
+            raise ModelError(f"{file} was not made from {path}: it reads a weight {port.name!r:.80}")
+        graph.graph.initializer.append(tensor)
+    return graph
 
 
 def read_rank(path: Path, files: WeightFiles, fed: Collection[str], pool: Pool) -> Program:
