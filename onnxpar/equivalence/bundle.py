@@ -112,10 +112,10 @@ class Bundle:
         return all(least <= most for least, most in pairs)
 
     def families(self, port: Mapping[str, Any], families: Families) -> tuple[Family, ...] | None:
-        """What ranks hold of a port or a weight; None for one without a layout. Errors:
-        DamagedError."""
+        """What ranks hold of a port or a weight; None for one without a layout, or with a size that
+        data decide. Errors: DamagedError."""
         layout, shape = port.get("layout"), port.get("shape")
-        if layout is None:
+        if layout is None or (shape is not None and None in shape):
             return None
         found = tuple(families_of(layout, self.mesh, families, self.size))
         if shape is not None and len(shape) != len(found):

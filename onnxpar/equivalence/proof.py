@@ -133,7 +133,8 @@ class Proof:
         if not held:
             return self._first_refusal(name)
         if dims is None:
-            return Failure("output", name, f"{self.bundle.source} has no layout for it")
+            text = f"{self.bundle.source} does not say which of its elements ranks have"
+            return Failure("output", name, text)
         if not any(h.dims == dims and not h.partial for h in held):
             what = "a part of a sum" if all(h.partial for h in held) else "other positions of it"
             text = f"ranks have {what}, and not what {self.bundle.source} says"
