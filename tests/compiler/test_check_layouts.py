@@ -11,7 +11,7 @@ import pytest
 from agreement import options
 from small_models import MODELS, write_small
 
-from onnxpar.compiler.check_layouts import verify
+from onnxpar.compiler.check_layouts import check_layouts
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.reshards import is_reshard, reshard_of, set_reshard
@@ -110,39 +110,39 @@ def reshard_over_fewer_axes(graph: gs.Graph, ctx: PassContext) -> None:
 )
 def test_damage_is_noticed(damage: Callable[[gs.Graph, PassContext], None], tmp_path: Path) -> None:
     graph, ctx = placed("mlp", tmp_path)
-    verify(graph, ctx)
+    check_layouts(graph, ctx)
     damage(graph, ctx)
     with pytest.raises(AssertionError):
-        verify(graph, ctx)
+        check_layouts(graph, ctx)
 
 
 def test_a_permute_to_other_shards_is_noticed(tmp_path: Path) -> None:
     """Rows that rank 1 needs, and that no rank of its group holds."""
     graph, ctx = placed("axes change places", tmp_path)
-    verify(graph, ctx)
+    check_layouts(graph, ctx)
     node = reshard(graph)
     assert node.op == "CollectivePermute"
     set_reshard(node, replace(reshard_of(node), axes=(Axis("a", 2),)))
     with pytest.raises(AssertionError):
-        verify(graph, ctx)
+        check_layouts(graph, ctx)
 
 
 def test_segments_of_a_sum_must_all_be_split(tmp_path: Path) -> None:
     graph, ctx = placed("gathered segments", tmp_path)
-    verify(graph, ctx)
+    check_layouts(graph, ctx)
     joined = reshard(graph).inputs[0].name
     dims = ctx.layouts[joined].dims
     assert len(dims[1].children) == 2  # type: ignore[union-attr]
     ctx.layouts[joined] = Layout.whole((3, 10))
     with pytest.raises(AssertionError):
-        verify(graph, ctx)
+        check_layouts(graph, ctx)
 
 
 def test_collectives_out_of_order_are_noticed(tmp_path: Path) -> None:
     graph, ctx = placed("deadlock", tmp_path, OrderCollectives)
-    verify(graph, ctx)
+    check_layouts(graph, ctx)
     collectives = [i for i, node in enumerate(graph.nodes) if node.domain == DOMAIN]
     first, second = collectives
     graph.nodes[first], graph.nodes[second] = graph.nodes[second], graph.nodes[first]
     with pytest.raises(AssertionError, match="out of order"):
-        verify(graph, ctx)
+        check_layouts(graph, ctx)

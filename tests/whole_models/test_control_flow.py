@@ -31,7 +31,7 @@ from bodies import (
     values,
 )
 
-from onnxpar.compiler.check_layouts import verify
+from onnxpar.compiler.check_layouts import check_layouts
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
@@ -221,10 +221,10 @@ def test_a_body_that_loses_the_token_is_noticed(tmp_path: Path) -> None:
     strategy = {"shard": {"recur": ROWS, "feed": [[None, None], [None, "tp"]]}}
     graph, ctx = placed(recurrent(tmp_path / "m.onnx"), strategy, "order-collectives")
     body = next(n for n in graph.nodes if n.op == "Loop").attrs["body"]
-    verify(graph, ctx)
+    check_layouts(graph, ctx)
     body.outputs[2] = body.inputs[3]
     with pytest.raises(AssertionError, match="does not carry the token"):
-        verify(graph, ctx)
+        check_layouts(graph, ctx)
 
 
 def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
@@ -238,11 +238,11 @@ def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
     made: list[Port] = [("y", FLOAT, [4, 6])]
     model = save(tmp_path / "m.onnx", graph("g", [loop(body, ["n", "", "x"], ["y"])], given, made))
     main, ctx = placed(model, {"tensors": {"x": [None, None]}}, "insert-collectives")
-    verify(main, ctx)
+    check_layouts(main, ctx)
     for name in ("x", "h", "g", "y"):
         ctx.layouts[name] = Layout((Factor(4), Factor(6)), (Axis("tp", 2),))
     with pytest.raises(AssertionError, match="is partial where it enters or leaves a body"):
-        verify(main, ctx)
+        check_layouts(main, ctx)
 
 
 @pytest.mark.matrix
