@@ -111,12 +111,18 @@ class Bundle:
             return False
         return all(least <= most for least, most in pairs)
 
-    def families(self, port: Mapping[str, Any], families: Families) -> tuple[Family, ...] | None:
+    def families(
+        self, port: Mapping[str, Any], families: Families, known: Shape | None = None
+    ) -> tuple[Family, ...] | None:
         """What ranks hold of a port or a weight; None for one without a layout, or with a size that
-        data decide. Errors: DamagedError."""
+        data decide, unless it is one of `known`. Errors: DamagedError."""
         layout, shape = port.get("layout"), port.get("shape")
-        if layout is None or (shape is not None and None in shape):
+        if layout is None:
             return None
+        if shape is not None and None in shape:
+            if known is None or len(known) != len(shape):
+                return None
+            layout = _with_sizes(layout, shape, known)
         found = tuple(families_of(layout, self.mesh, families, self.size))
         if shape is not None and len(shape) != len(found):
             raise DamagedError(f"{self.folder}/plan.json: the layout of {port['name']!r} is none")
@@ -223,6 +229,15 @@ class Bundle:
                 f"{self.folder} was not made from {path}: it has no input {unknown[0]!r}"
             )
         return program
+
+
+def _with_sizes(layout: Mapping[str, Any], shape: Sequence[object], known: Shape) -> dict[str, Any]:
+    """A layout with these sizes in place of those that data decide."""
+    dims = [
+        dim if size is not None else {**dim, "size": own}
+        for dim, size, own in zip(layout["dims"], shape, known, strict=True)
+    ]
+    return {**layout, "dims": dims}
 
 
 def _add_numbers(graph: Program, rank: int, ranks: int) -> None:

@@ -228,7 +228,9 @@ def _with_weights(
         tensor, own = weights.get(port.name), port.type.tensor_type
         shape = [dim.dim_value for dim in own.shape.dim]
         if tensor is None or ([*tensor.dims], tensor.data_type) != (shape, own.elem_type):
-            raise ModelError(f"{file} was not made from {path}: it reads a weight {port.name!r:.80}")
+            raise ModelError(
+                f"{file} was not made from {path}: it reads a weight {port.name!r:.80}"
+            )
         graph.graph.initializer.append(tensor)
     return graph
 
@@ -374,6 +376,7 @@ def _set_shapes(graph: GraphProto, shapes: Mapping[str, Shape]) -> None:
     for port in graph.input:
         if port.name in shapes:
             port.type.tensor_type.ClearField("shape")
+            port.type.tensor_type.shape.SetInParent()  # that of a scalar, too
             for size in shapes[port.name]:
                 port.type.tensor_type.shape.dim.add(dim_value=size)
 

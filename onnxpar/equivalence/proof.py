@@ -74,6 +74,10 @@ class Proof:
         yield from self._check_states()
         yield from self._check_defaults()
 
+    def _families(self, port: Mapping[str, Any]) -> tuple[Family, ...] | None:
+        """What ranks hold of a port; sizes that data decide are those of the proof."""
+        return self.bundle.families(port, self.families, self.walk.shape(port["name"]))
+
     def _check_defaults(self) -> Iterator[Failure]:
         """What ranks have as the default, or the first value, of an input must be the model's."""
         firsts = self.bundle.first_values()
@@ -114,8 +118,9 @@ class Proof:
     def _is_carried(self, source: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
         """True if ranks read a state at the positions that they kept of it; a dimension that grows
         must be whole."""
-        first, second = (self.bundle.families(port, self.families) for port in (source, result))
-        before, after = self.bundle.shape(source), self.bundle.shape(result)
+        first, second = map(self._families, (source, result))
+        before = self.bundle.shape(source)
+        after = self.bundle.shape(result) or self.walk.shape(result["name"])
         if first is None or second is None or before is None or after is None:
             return first is second
         if len(first) != len(second):
@@ -126,7 +131,7 @@ class Proof:
     def _check_output(self, name: str) -> Failure | None:
         """An output must be related, in the layout of its port, and ranks must hold all of it."""
         port = self.bundle.ports.get(name)
-        dims = None if port is None else self.bundle.families(port, self.families)
+        dims = None if port is None else self._families(port)
         held = self.walk.relations.of(name, name)
         if name in self.model.constants:
             held = held or self.weights.relate(name, name)
@@ -175,21 +180,9 @@ def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:
 
 def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:
     """True if ranks together hold each element of a tensor."""
-    pieces = [_pieces(family, size) for family, size in zip(dims, shape, strict=True)]
+    pieces = [family.pieces(size) for family, size in zip(dims, shape, strict=True)]
     held = np.zeros([count for _, count in pieces], bool)
     for rank in range(ranks):
         own = [of_rank[rank] for of_rank, _ in pieces]
         held[np.ix_(*own) if own else ()] = True
     return bool(held.all()) or 0 in shape
-
-
-def _pieces(family: Family, size: int) -> tuple[list[Array], int]:
-    """Divides a dimension into pieces that each rank holds wholly or not at all; returns the pieces
-    of each rank, and the number of all."""
-    codes = np.zeros(size, np.int64)
-    for span in {id(s): s for s in family.spans}.values():
-        member = np.zeros(size, np.int64)
-        member[span] = 1
-        codes = np.unique(codes * 2 + member, return_inverse=True)[1].reshape(-1)
-    count = int(codes.max()) + 1 if size else 1
-    return [np.unique(codes[span]) for span in family.spans], count

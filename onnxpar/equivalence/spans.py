@@ -41,6 +41,17 @@ class Family:
         held = np.concatenate([self.spans[rank] for rank in ranks])
         return len(held) == size and bool((np.sort(held) == np.arange(size)).all())
 
+    def pieces(self, size: int) -> tuple[list[Array], int]:
+        """Divides a dimension of this size into pieces that each rank holds wholly or not at all;
+        returns the pieces of each rank, and the number of all."""
+        codes = np.zeros(size, np.int64)
+        for span in {id(s): s for s in self.spans}.values():
+            member = np.zeros(size, np.int64)
+            member[span] = 1
+            codes = np.unique(codes * 2 + member, return_inverse=True)[1].reshape(-1)
+        count = int(codes.max()) + 1 if size else 1
+        return [np.unique(codes[span]) for span in self.spans], count
+
     def text(self, rank: int) -> str:
         """The positions of a rank, as text: `24-35`."""
         span = self.spans[rank]

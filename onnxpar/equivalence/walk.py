@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 
 from onnxpar.equivalence.collectives import Collectives
+from onnxpar.equivalence.contrib import CONTRIB
 from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
@@ -458,8 +459,9 @@ class Walk:
 def _lemmas(node: Node) -> Iterator[tuple[str, Lemma]]:
     if node.domain == "" and node.op in MOVES:
         yield "arithmetic", MOVES[node.op]
-    if node.kind in LEMMAS:
-        yield "lemma", LEMMAS[node.kind]
+    lemma = LEMMAS.get(node.kind) or CONTRIB.get(node.kind)
+    if lemma is not None:
+        yield "lemma", lemma
     if node.domain != PLUGIN:
         yield "whole", whole
 

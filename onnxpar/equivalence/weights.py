@@ -110,6 +110,8 @@ class Weights:
             if not is_same and (own.dtype.kind not in "fiu" or own.any()):
                 return None
             holds.append(is_same)
+        if not any(holds):
+            return None
         self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
         if all(holds):
             return ()
