@@ -13,6 +13,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.program import Node, Program, captured
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, align, communicates
 
@@ -91,7 +92,7 @@ class Evaluator:
             segment = []
             if node is None:
                 return
-            with suppress(NotComputed, KeyError):
+            with suppress(NotComputed, KeyError, ModelError):
                 if node.first.domain == PLUGIN:
                     communicate(node, values)
                 else:

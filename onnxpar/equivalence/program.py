@@ -75,7 +75,17 @@ class Body:
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    constants: Mapping[str, Array]
+    stored: Mapping[str, TensorProto]
+
+    @cached_property
+    def constants(self) -> dict[str, Array]:
+        """The values of its initializers. Errors: ModelError."""
+        return {name: read_tensor(tensor, name) for name, tensor in self.stored.items()}
+
+    @cached_property
+    def own(self) -> set[str]:
+        """The names of its tensors."""
+        return {*self.inputs, *self.stored, *(n for node in self.nodes for n in node.outputs if n)}
 
 
 def read_body(graph: GraphProto) -> Body:
@@ -84,7 +94,7 @@ def read_body(graph: GraphProto) -> Body:
         tuple(read_node(each) for node in graph.node for each in _apart(node)),
         tuple(port.name for port in graph.input),
         tuple(port.name for port in graph.output),
-        {t.name: np.asarray(numpy_helper.to_array(t)) for t in graph.initializer},
+        {t.name: t for t in graph.initializer},
     )
 
 
@@ -153,6 +163,13 @@ class Constants:
     def names(self) -> Iterator[str]:
         """The names of all constants."""
         yield from self._stored.keys() | self._values.keys()
+
+    def inside(self, body: Body) -> Constants:
+        """The constants in a body: its own, and those outside whose names it does not use."""
+        stored = {name: t for name, t in self._stored.items() if name not in body.own}
+        found = Constants({**stored, **body.stored}, self._folder, self._files)
+        found._values = {name: v for name, v in self._values.items() if name not in body.own}
+        return found
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives constants other names, no two the same."""
@@ -320,9 +337,30 @@ def _check_names(graph: GraphProto, nodes: Sequence[Node]) -> None:
             if name and name in known:
                 raise _Wrong(f"{name!r:.80} is made twice")
             known.add(name)
+        for body in node.bodies.values():
+            _check_body(body, known)
     for port in graph.output:
         if port.name not in known:
             raise _Wrong(f"nothing makes the output {port.name!r:.80}")
+
+
+def _check_body(body: Body, outside: Collection[str]) -> None:
+    """Each tensor of a body is made once, before it is read. Errors: _Wrong."""
+    own, read = {*body.inputs, *body.stored}, set[str]()
+    for node in body.nodes:
+        names = {*node.inputs, *captured(node.proto)} - own
+        for name in sorted(names - {*outside}):
+            raise _Wrong(f"{node.op} {node.name!r:.80} reads {name!r:.80} before it is made")
+        read |= names
+        for name in filter(None, node.outputs):
+            if name in own or name in read:
+                raise _Wrong(f"{name!r:.80} is made twice")
+            own.add(name)
+        for inner in node.bodies.values():
+            _check_body(inner, {*outside, *own})
+    for name in body.outputs:
+        if name not in own and name not in outside:
+            raise _Wrong(f"nothing makes the output {name!r:.80} of a body")
 
 
 def _check_types(node: NodeProto, opsets: Mapping[str, int]) -> None:

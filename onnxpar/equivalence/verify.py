@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from onnxpar.base.errors import InputError
+from onnxpar.equivalence.bodies import straighten
 from onnxpar.equivalence.bundle import SIZES, Bundle, outputs_of, read_bundle
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import Evaluator, NotComputed
@@ -115,6 +116,7 @@ class _Prover:
 
     def prove(self, bundle: Bundle, program: Program) -> _Outcome:
         """Proves that ranks compute the outputs of a model, whose constants are folded."""
+        straighten(program)
         merge_equal(program)
         drop_unneeded(program, program.outputs)
         found, seen = _Outcome(len(program.nodes)), set[str]()

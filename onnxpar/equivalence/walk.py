@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 
+from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.contrib import CONTRIB
 from onnxpar.equivalence.evaluate import NotComputed
@@ -103,6 +104,11 @@ class Walk:
                 source = self._makers[node.inputs[0]]
                 self._origins[source.name] += self._origins.get(node.name, [])
 
+    def inside(self, model: Program, ranks: Ranks) -> Walk:
+        """The walk through a body of the model, and that of a node of ranks."""
+        weights, sampler = self.weights.inside(model, ranks), self.sampler
+        return Walk(model, ranks, self.families, weights, sampler.seed, sampler.draw_ranges)
+
     def hold(self, held: Held) -> None:
         """Adds a relation, and all that follows by collectives and by what ranks copy and cut."""
         todo = [held]
@@ -122,7 +128,7 @@ class Walk:
         """Proves nodes in order; again if there is more to know of their operands. Samples the
         first node that no lemma proves, and goes on."""
         for number, node in enumerate(self.model.nodes):
-            for name in dict.fromkeys(node.inputs):
+            for name in dict.fromkeys((*node.inputs, *sorted(captured(node.proto)))):
                 self.readers[name].append(number)
             self._push(number)
         self._relate_sent()
@@ -400,7 +406,10 @@ class Walk:
         """Yields what the operands may be."""
         choices: list[Sequence[Held | None]] = []
         by_value = BY_VALUE.get(node.op, ()) if node.domain == "" else ()
-        pairs = zip_longest(node.inputs, local.first.inputs, fillvalue="")
+        names: Sequence[str] = local.first.inputs
+        if node.bodies:  # which may have tokens, too
+            names = [name for name in names if name not in self.ranks.tokens]
+        pairs = zip_longest(node.inputs, names, fillvalue="")
         for index, (term, name) in enumerate(pairs):
             if not term or not name:
                 if (term or name) and not (node.op in VERSIONED and node.domain == ""):
@@ -427,6 +436,8 @@ class Walk:
         )
         for name in node.outputs:
             self.shape(name)
+        if node.bodies:
+            return self._show_bodies(node, local, held, reasons)
         for how, lemma in _lemmas(node):
             try:
                 check_opsets(case)
@@ -444,6 +455,24 @@ class Walk:
                     self.hold(Held(term, name, result.dims, result.partial))
             return how
         return None
+
+    def _show_bodies(
+        self, node: Node, local: RankNode, held: Sequence[Held | None], reasons: dict[str, str]
+    ) -> str | None:
+        """Tries to prove a node by its bodies; returns how."""
+        bodies = Bodies(self, node, local, held)
+        try:
+            results = bodies.show()
+        except NotShown as error:
+            reasons.setdefault(local.first.name, str(error))
+            return None
+        names = [name for name in local.first.outputs if name not in self.ranks.tokens]
+        for result in results:
+            term, name = node.outputs[result.index], names[result.index]
+            if term and name:
+                self.model.shapes.setdefault(term, tuple(result.shape))
+                self.hold(Held(term, name, result.dims, result.partial))
+        return bodies.how
 
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor of the model; None if it is unknown."""

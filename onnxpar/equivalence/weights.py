@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from itertools import islice, product
 
 import numpy as np
@@ -31,6 +32,7 @@ class Weights:
         self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
         self.copies: dict[str, list[str]] = {}
         self.compared = 0
+        self.is_inside = False
         self.contents = Contents(bundle.files)
         self.believed: set[str] = set()
         self._planned: dict[tuple[str, str], tuple[Family, ...] | None] = {}
@@ -39,6 +41,13 @@ class Weights:
             term, name = weight["name"], weight["tensor"]
             self.copies.setdefault(term, []).append(name)
             self._planned[term, name] = bundle.families(weight, families)
+
+    def inside(self, model: Program, ranks: Ranks) -> Weights:
+        """The constants of a body of the model, and of those of ranks."""
+        found = copy(self)
+        found.model, found.ranks, found.contents = model, ranks, Contents(self.bundle.files)
+        found.is_inside, found.compared, found._known = True, 0, {}
+        return found
 
     def relate(self, term: str, name: str) -> list[Held]:
         """What a constant of ranks is of a constant of the model."""
@@ -91,7 +100,8 @@ class Weights:
     ) -> tuple[Partial, ...] | None:
         """Weights in files are compared once for all sizes at which ranks are proved."""
         first, known = self.ranks.programs[0], self.bundle.files.compared
-        if not (first.constants.is_in_file(name) and self.model.constants.is_in_file(term)):
+        is_in_file = first.constants.is_in_file(name) and self.model.constants.is_in_file(term)
+        if self.is_inside or not is_in_file:
             return self._find(term, name, dims)
         key = first.path, term, name, dims
         if key not in known:

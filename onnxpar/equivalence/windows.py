@@ -390,7 +390,10 @@ class Sampler:
                 shape = self.model.shapes.get(name)
                 if shape is None or math.prod(shape) > MOST_ELEMENTS:
                     raise NotComputed(f"{name} is too large, or has no known shape")
-                values[name] = draws.value(name, shape, self.model.types.get(name, 1), number)
+                kind = self.model.types.get(name, 1)
+                if not kind:
+                    raise NotComputed(f"{name} is no tensor")
+                values[name] = draws.value(name, shape, kind, number)
         return values
 
     def _rank_values(
