@@ -25,6 +25,8 @@ SUPPORTED = frozenset(
      "CollectivePermute", "NeighborExchange", "HaloExchange", "Gate"]
 )  # fmt: skip
 """The ops of the plugin that are computed here."""
+SIZED = {"ReduceScatter": "sizes", "AllGather": "sizes", "AllToAll": "split_sizes"}
+"""The attribute in whose place these ops may have a third operand."""
 Reduction = Callable[[Sequence[Array]], Array]
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
@@ -76,6 +78,8 @@ class Evaluator:
             found = self._sessions[data].run(list(wanted), feeds)
         except Exception as error:  # onnxruntime raises types of its own
             raise NotComputed(f"{error!s:.200}") from None
+        if not all(isinstance(value, np.ndarray) for value in found):
+            raise NotComputed("a result is no tensor")
         return [np.asarray(value) for value in found]
 
     def run_ranks(self, nodes: Sequence[RankNode], values: list[Values], ranks: Ranks) -> None:
@@ -250,6 +254,8 @@ def communicate(
             attr["sends"], attr["receives"] = (mine[n].tolist() for n in first.inputs[1:3])
         if op == "HaloExchange":
             attr["bounds"] = mine[first.inputs[1]].tolist()
+        if op in SIZED and len(first.inputs) > 2:
+            attr[SIZED[op]] = mine[first.inputs[2]].tolist()
     try:
         for rank, attr in enumerate(attrs):
             group = [int(m) for m in attr["group"]]

@@ -675,10 +675,11 @@ def whole(case: Case) -> list[Result]:
             raise NotShown(f"{held.term!r} must be whole on each rank")
     results = []
     for index, name in enumerate(case.node.outputs):
-        out = case.model.shapes.get(name)
+        is_tensor = case.model.types.get(name) != 0
+        out = case.model.shapes.get(name) if is_tensor else ()
         if name and out is None:
             raise NotShown(f"the shape of {name!r} is unknown")
-        if out is not None:
+        if name and out is not None:
             results.append(Result(index, tuple(map(case.families.whole, out)), out))
     return results
 

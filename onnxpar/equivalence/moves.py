@@ -13,7 +13,7 @@ from onnxpar.equivalence.lemma import Case, Lemma, NotShown, Result, merged
 from onnxpar.equivalence.program import Node, Shape, default
 from onnxpar.equivalence.spans import Family, places_of, spans_of
 
-MOST_WAYS = 4
+MOST_WAYS = 6
 """The most ways in which a rank's copies of one element stand for a dimension."""
 
 

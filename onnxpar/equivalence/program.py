@@ -21,7 +21,7 @@ from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.stored import WeightFiles
 
 Shape = tuple[int, ...]
-MOST_FOLDED = 1 << 22
+MOST_FOLDED = 1 << 24
 """The most bytes of a value that is computed from constants."""
 RANDOM = frozenset(
     ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial",

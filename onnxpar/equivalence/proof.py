@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from onnxpar.base.arrays import Array
-from onnxpar.base.errors import DamagedError, ModelError
+from onnxpar.base.errors import DamagedError
 from onnxpar.equivalence.bundle import Bundle
-from onnxpar.equivalence.evaluate import NotComputed
-from onnxpar.equivalence.fold import fold
 from onnxpar.equivalence.held import Held
 from onnxpar.equivalence.order import Disorder, check_order
 from onnxpar.equivalence.program import Program
 from onnxpar.equivalence.ranks import Ranks
-from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.spans import Families, Family, covers
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.walk import Walk
 from onnxpar.equivalence.weights import Weights
@@ -44,7 +39,7 @@ class Proof:
             yield Failure("order", "", str(error))
         inputs: list[Held] = []
         for port in self.bundle.plan["inputs"]:
-            dims = self.bundle.families(port, self.families)
+            dims = self._families(port)
             shape = self.model.shapes.get(port["name"])
             if dims is not None and shape is not None and not _fit(dims, shape):
                 raise DamagedError(
@@ -56,10 +51,7 @@ class Proof:
         for rank, program in enumerate(self.ranks.programs):
             for held in inputs:  # the session cuts them
                 program.shapes[held.name] = tuple(family.sizes[rank] for family in held.dims)
-            try:
-                fold(program, keeps=True)
-            except NotComputed as error:
-                raise ModelError(f"{program.path} cannot run: {error}") from None
+        self.walk.fold()
         for port in self.bundle.plan["outputs"]:
             self.bundle.families(port, self.families)
         for held in inputs:
@@ -75,8 +67,12 @@ class Proof:
         yield from self._check_defaults()
 
     def _families(self, port: Mapping[str, Any]) -> tuple[Family, ...] | None:
-        """What ranks hold of a port; sizes that data decide are those of the proof."""
-        return self.bundle.families(port, self.families, self.walk.shape(port["name"]))
+        """What ranks hold of a port; sizes that data decide are those of the proof. Ports without a
+        layout, such as those of strings, are whole; None if their shape is unknown."""
+        shape = self.walk.shape(port["name"])
+        if port.get("layout") is None and shape is not None:
+            return tuple(map(self.families.whole, shape))
+        return self.bundle.families(port, self.families, shape)
 
     def _check_defaults(self) -> Iterator[Failure]:
         """What ranks have as the default, or the first value, of an input must be the model's."""
@@ -176,13 +172,3 @@ def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:
         for family, size in zip(dims, shape, strict=True)
         for span in {id(s): s for s in family.spans}.values()
     )
-
-
-def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:
-    """True if ranks together hold each element of a tensor."""
-    pieces = [family.pieces(size) for family, size in zip(dims, shape, strict=True)]
-    held = np.zeros([count for _, count in pieces], bool)
-    for rank in range(ranks):
-        own = [of_rank[rank] for of_rank, _ in pieces]
-        held[np.ix_(*own) if own else ()] = True
-    return bool(held.all()) or 0 in shape

@@ -123,6 +123,10 @@ class Ranks:
             self._constant[name] = all(name in program.constants for program in self.programs)
         return self._constant[name]
 
+    def forget(self) -> None:
+        """Forgets which tensors are constants: more of them are computed."""
+        self._constant.clear()
+
     def constant_shapes(self, name: str) -> list[Shape]:
         """The shape of a constant on each rank."""
         return [program.constants.shape(name) for program in self.programs]

@@ -132,3 +132,13 @@ def spans_of(places: Array, shape: Sequence[int]) -> list[Array] | None:
         spans.append(span)
         total = total + span.reshape([-1 if i == axis else 1 for i in range(len(shape))]) * stride
     return spans if np.array_equal(np.broadcast_to(total, places.shape), places) else None
+
+
+def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:
+    """True if ranks together hold each element of a tensor."""
+    pieces = [family.pieces(size) for family, size in zip(dims, shape, strict=True)]
+    held = np.zeros([count for _, count in pieces], bool)
+    for rank in range(ranks):
+        own = [of_rank[rank] for of_rank, _ in pieces]
+        held[np.ix_(*own) if own else ()] = True
+    return bool(held.all()) or 0 in shape

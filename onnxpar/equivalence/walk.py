@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,15 +10,17 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 
+from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.contrib import CONTRIB
-from onnxpar.equivalence.evaluate import NotComputed
+from onnxpar.equivalence.evaluate import NotComputed, communicate
+from onnxpar.equivalence.fold import fold
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
 from onnxpar.equivalence.lookups import Lookups
 from onnxpar.equivalence.moves import MOVES
-from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
+from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.trace import Trace
@@ -108,6 +111,44 @@ class Walk:
         """The walk through a body of the model, and that of a node of ranks."""
         weights, sampler = self.weights.inside(model, ranks), self.sampler
         return Walk(model, ranks, self.families, weights, sampler.seed, sampler.draw_ranges)
+
+    def fold(self) -> None:
+        """Computes the tensors of ranks that depend on constants alone, also what ranks send each
+        other of these. Errors: ModelError if onnxruntime cannot compute one."""
+        todo = True
+        while todo:
+            for program in self.ranks.programs:
+                try:
+                    fold(program, keeps=True)
+                except NotComputed as error:
+                    raise ModelError(f"{program.path} cannot run: {error}") from None
+            self.ranks.forget()
+            todo = False
+            for node in self.ranks.nodes:
+                todo |= self._fold_sent(node)
+
+    def _fold_sent(self, node: RankNode) -> bool:
+        """Computes the result of a collective of small constants; False if it is none, or known."""
+        inputs = [name for name in node.first.inputs if self.ranks.is_constant(name)]
+        is_sent = node.first.domain == PLUGIN and node.is_alike
+        if not is_sent or not inputs or node.first.inputs[0] != inputs[0]:
+            return False
+        shapes = self.ranks.constant_shapes(inputs[0])
+        if sum(map(math.prod, shapes)) * 8 > MOST_FOLDED:
+            return False
+        values = [{n: p.constants[n] for n in inputs} for p in self.ranks.programs]
+        try:
+            result = self.collectives.result(node)
+            if self.ranks.is_constant(result):
+                return False
+            self.collectives.attributes(node)
+            communicate(node, values)
+        except (NotShown, NotComputed, KeyError, IndexError):
+            return False
+        for program, value in zip(self.ranks.programs, values, strict=True):
+            program.constants.add(result, value[node.first.outputs[0]])
+        self.ranks.forget()
+        return True
 
     def hold(self, held: Held) -> None:
         """Adds a relation, and all that follows by collectives and by what ranks copy and cut."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import islice, product
 
@@ -110,19 +110,39 @@ class Weights:
         return found
 
     def _find(self, term: str, name: str, dims: tuple[Family, ...]) -> tuple[Partial, ...] | None:
-        """What a constant of ranks is if it stands for these positions: a part of a sum if some
-        ranks have zeros in its place; None if it is something else."""
+        """What a constant of ranks is if it stands for these positions: a part of a sum if ranks
+        have zeros in place of some; None if it is something else."""
         whole, files = self.model.constants[term], self.bundle.files
+        owns = [program.constants[name] for program in self.ranks.programs]
         holds = []
-        for rank, program in enumerate(self.ranks.programs):
-            own, spans = program.constants[name], [family.spans[rank] for family in dims]
-            is_same = files.is_same(own, whole, spans, self.bundle.compared)
-            if not is_same and (own.dtype.kind not in "fiu" or own.any()):
+        for rank, own in enumerate(owns):
+            spans = [family.spans[rank] for family in dims]
+            holds.append(files.is_same(own, whole, spans, self.bundle.compared))
+        is_number = all(own.dtype == whole.dtype and own.dtype.kind in "fiu" for own in owns)
+        partial: tuple[Partial, ...] | None = () if all(holds) else None
+        if partial is None and is_number:
+            are_parts = all(same or not own.any() for own, same in zip(owns, holds, strict=True))
+            if any(holds) and are_parts:
+                family = self.families.of(np.arange(int(same)) for same in holds)
+                partial = (Partial("sum", family, 1),)
+            elif all(family.is_whole(n) for family, n in zip(dims, whole.shape, strict=True)):
+                partial = self._rows(whole, owns)
+        if partial is not None:
+            self.compared += sum(own.nbytes for own in owns)
+        return partial
+
+    def _rows(self, whole: Array, owns: Sequence[Array]) -> tuple[Partial, ...] | None:
+        """Of which rows of one dimension ranks have the numbers, and zeros in place of the others;
+        None if there is no such dimension. Rows of zeros are no parts of a sum."""
+        for axis in range(whole.ndim):
+            others = tuple(i for i in range(whole.ndim) if i != axis)
+            nonzero = (whole != 0).any(others)
+            if not nonzero.any():
                 return None
-            holds.append(is_same)
-        if not any(holds):
-            return None
-        self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
-        if all(holds):
-            return ()
-        return (Partial("sum", self.families.of(np.arange(int(h)) for h in holds), 1),)
+            has = [(own == whole).all(others)[nonzero] for own in owns]
+            lacks = [(own == 0).all(others) for own in owns]
+            either = zip(lacks, has, strict=True)
+            if all(lack[~nonzero].all() and (lack[nonzero] | own).all() for lack, own in either):
+                rows = self.families.of(map(np.flatnonzero, has))
+                return (Partial("sum", rows, int(nonzero.sum())),)
+        return None

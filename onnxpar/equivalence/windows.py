@@ -21,7 +21,7 @@ from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Valu
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
-from onnxpar.equivalence.spans import Families
+from onnxpar.equivalence.spans import Families, covers
 from onnxpar.equivalence.weights import Weights
 
 DRAWS, MOST_DRAWS = 4, 48
@@ -75,14 +75,14 @@ class _Evidence:
             self.bits += flat.size == 1
             return
         own = flat
-        if value.dtype.kind in "iu" and flat.size:
+        if value.dtype.kind in "iuO" and flat.size:
             self.bits += flat.size - int(np.unique(flat, return_counts=True)[1].max())
-        else:
+        elif flat.size:
             wide = flat.astype(np.float64)
             own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
         if 2 * len(own) >= flat.size:
             fresh = {*np.unique(own)[:64].tolist()} - self.values
-            self.bits += (16.0 if value.dtype.kind not in "iu" else 3.0) * len(fresh)
+            self.bits += (16.0 if value.dtype.kind not in "iuO" else 3.0) * len(fresh)
             self.values |= fresh
 
     @property
@@ -340,7 +340,8 @@ class Sampler:
             kept = [
                 h
                 for h in kept
-                if not self._is_far(h, whole[h.term], own, scales[h.term])
+                if _has(whole[h.term], h)
+                and not self._is_far(h, whole[h.term], own, scales[h.term])
                 and self._agrees(h, whole[h.term], own, is_exact)
             ]
             if not kept:
@@ -349,7 +350,13 @@ class Sampler:
             if number + 1 >= DRAWS and all(each.is_enough for each in told):
                 break
         self.computed -= {held.name for held in kept or ()}
-        return [h for h in kept or [] if evidence[h.term].is_enough]
+        return [h for h in kept or [] if evidence[h.term].is_enough and self._is_all(h)]
+
+    def _is_all(self, held: Held) -> bool:
+        """True if ranks together hold all elements: less may be a tensor by accident, of which the
+        model's is a longer one."""
+        shape = self.model.shapes.get(held.term)
+        return shape is None or covers(held.dims, shape, self.ranks.size)
 
     def _computed(
         self, window: Window, draws: Draws, number: int, wanted: Sequence[str]
@@ -562,3 +569,12 @@ def same(a: Array, b: Array, is_exact: bool) -> bool:
     scale = ordinary(y) or 1.0
     eps = float(np.finfo(a.dtype).eps) if a.dtype.name != "bfloat16" else 2.0**-7
     return bool(np.allclose(x, y, rtol=64 * eps, atol=64 * eps * scale, equal_nan=True))
+
+
+def _has(whole: Array, held: Held) -> bool:
+    """True if a value has the positions that ranks hold: data may decide its size."""
+    return len(held.dims) == whole.ndim and all(
+        not len(span) or span.max() < size
+        for family, size in zip(held.dims, whole.shape, strict=True)
+        for span in {id(s): s for s in family.spans}.values()
+    )
