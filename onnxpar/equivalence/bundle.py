@@ -36,6 +36,8 @@ MOST_TEXT = 1 << 14
 """The most characters of an expression of sizes."""
 MOST_VALUE = 1 << 80
 """The largest value of a part of an expression of sizes."""
+PAGED = "paged.onnx"
+"""The decoder with caches in pages that the loader made of the model, without weights."""
 SIZES = "onnxpar.sizes"
 """The input of ranks with the values of open sizes."""
 _BY_HAND = SUPPORTED - {"Gate"} | {"Send", "Recv", "Rank", "GroupSize"}
@@ -109,13 +111,22 @@ class Bundle:
             return False
         return all(least <= most for least, most in pairs)
 
-    def families(self, port: Mapping[str, Any], families: Families) -> tuple[Family, ...] | None:
-        """What ranks hold of a port or a weight; None for one without a layout. Errors:
-        DamagedError."""
-        layout = port.get("layout")
+    def families(
+        self, port: Mapping[str, Any], families: Families, known: Shape | None = None
+    ) -> tuple[Family, ...] | None:
+        """What ranks hold of a port or a weight; None for one without a layout, or with a size that
+        data decide, unless it is one of `known`. Errors: DamagedError."""
+        layout, shape = port.get("layout"), port.get("shape")
         if layout is None:
             return None
-        return tuple(families_of(layout, self.mesh, families, self.size))
+        if shape is not None and None in shape:
+            if known is None or len(known) != len(shape):
+                return None
+            layout = _with_sizes(layout, shape, known)
+        found = tuple(families_of(layout, self.mesh, families, self.size))
+        if shape is not None and len(shape) != len(found):
+            raise DamagedError(f"{self.folder}/plan.json: the layout of {port['name']!r} is none")
+        return found
 
     def lengths(self) -> list[Bundle]:
         """The folder as it is for samples of each length; itself if it has no such programs.
@@ -190,6 +201,13 @@ class Bundle:
             found.append(read_values(path, self.files))
         return found
 
+    @property
+    def paged(self) -> Path | None:
+        """The file with the graph that ranks compute in place of the model's; None if there is
+        none."""
+        path = self.folder / PAGED
+        return path if path.exists() else None
+
     def model(self, path: Path) -> Program:
         """The unsplit model, at the open sizes. Errors: InputError if ranks have other inputs."""
         shapes = {
@@ -198,7 +216,8 @@ class Bundle:
             if (shape := self.shape(port)) is not None
         }
         is_open = self.sizes and self.length is None
-        program = read_program(path, self.files, self.fed, shapes if is_open else None)
+        given = shapes if is_open else None
+        program = read_program(path, self.files, self.fed, given, self.paged)
         if any(node.domain == PLUGIN and node.op in _BY_HAND for node in program.nodes):
             raise InputError(
                 f"{path} is the program of one rank, with collectives of its own: give the unsplit "
@@ -210,6 +229,15 @@ class Bundle:
                 f"{self.folder} was not made from {path}: it has no input {unknown[0]!r}"
             )
         return program
+
+
+def _with_sizes(layout: Mapping[str, Any], shape: Sequence[object], known: Shape) -> dict[str, Any]:
+    """A layout with these sizes in place of those that data decide."""
+    dims = [
+        dim if size is not None else {**dim, "size": own}
+        for dim, size, own in zip(layout["dims"], shape, known, strict=True)
+    ]
+    return {**layout, "dims": dims}
 
 
 def _add_numbers(graph: Program, rank: int, ranks: int) -> None:

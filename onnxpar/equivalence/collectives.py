@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.equivalence.evaluate import SIZED
 from onnxpar.equivalence.held import Held, Partial
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.moves import slice_positions
@@ -90,13 +91,13 @@ class Collectives:
         sizes = [self._operand_sizes(node, rank) for rank in range(self.ranks.size)]
         for attrs, size in zip(found, sizes, strict=True):
             if size is not None:
-                attrs.setdefault("sizes", size)
+                attrs[SIZED[node.first.op.removeprefix("Start")]] = size
         return found
 
     def _operand_sizes(self, node: RankNode, rank: int) -> list[int] | None:
         """The sizes that are an operand of a collective."""
         inputs = node.first.inputs
-        if len(inputs) < 3 or node.first.op.removeprefix("Start") in ("AllToAllV", "HaloExchange"):
+        if len(inputs) < 3 or node.first.op.removeprefix("Start") not in SIZED:
             return None
         values = self.ranks.constants(inputs[2])
         if values is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from onnx import helper
+from onnx import TensorProto, helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.program import Node, Program, Shape
 
 _EXACT = """
@@ -37,6 +38,7 @@ class Draws:
         self.edges = np.array(edges or [0], np.int64)
         self.is_exact = all(node.domain == "" and node.op in _EXACT.split() for node in nodes)
         self.bound = _bound(model, nodes)
+        self.words = ["", "another", *_words(nodes)]
         self.has_negative = not any(node.op in _CLASSES for node in nodes)
         self.has_zeros = any(node.op == "NonZero" for node in nodes)
 
@@ -53,6 +55,10 @@ class Draws:
     def value(self, name: str, shape: Shape, kind: int, number: int) -> Array:
         """The value of a tensor of an element type of ONNX."""
         random = self._random(name, number)
+        if kind not in helper.get_all_tensor_dtypes():
+            raise NotComputed(f"{name} is no tensor")
+        if kind == TensorProto.STRING:
+            return np.asarray(random.choice(self.words, shape), object)
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind))
         if dtype.kind == "b":
             share = (0.5, 1.0, 0.0, 0.5)[number % 4]
@@ -91,6 +97,15 @@ class Draws:
             edges = np.concatenate([edges, [low, high - 1]])
             return random.choice(edges, shape).astype(dtype)
         return random.integers(low, high, shape).astype(dtype)
+
+
+def _words(nodes: Sequence[Node]) -> Iterator[str]:
+    """Yields the texts that attributes of nodes name."""
+    for node in nodes:
+        for value in node.attrs.values():
+            for text in value if isinstance(value, list) else ():
+                if isinstance(text, bytes):
+                    yield text.decode(errors="replace")
 
 
 def _bound(model: Program, nodes: Sequence[Node]) -> int:

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.program import Node, Program, captured
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, align, communicates
 
@@ -24,6 +25,8 @@ SUPPORTED = frozenset(
      "CollectivePermute", "NeighborExchange", "HaloExchange", "Gate"]
 )  # fmt: skip
 """The ops of the plugin that are computed here."""
+SIZED = {"ReduceScatter": "sizes", "AllGather": "sizes", "AllToAll": "split_sizes"}
+"""The attribute in whose place these ops may have a third operand."""
 Reduction = Callable[[Sequence[Array]], Array]
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
@@ -79,6 +82,8 @@ class Evaluator:
             found = self._sessions[data].run(list(wanted), feeds)
         except Exception as error:  # onnxruntime raises types of its own
             raise NotComputed(f"{error!s:.200}") from None
+        if not all(isinstance(value, np.ndarray) for value in found):
+            raise NotComputed("a result is no tensor")
         return [np.asarray(value) for value in found]
 
     def _fed(self, value: Array) -> Array:
@@ -99,7 +104,7 @@ class Evaluator:
             segment = []
             if node is None:
                 return
-            with suppress(NotComputed, KeyError):
+            with suppress(NotComputed, KeyError, ModelError):
                 if node.first.domain == PLUGIN:
                     communicate(node, values)
                 else:
@@ -285,6 +290,8 @@ def communicate(
             attr["sends"], attr["receives"] = (mine[n].tolist() for n in first.inputs[1:3])
         if op == "HaloExchange":
             attr["bounds"] = mine[first.inputs[1]].tolist()
+        if op in SIZED and len(first.inputs) > 2:
+            attr[SIZED[op]] = mine[first.inputs[2]].tolist()
     try:
         for rank, attr in enumerate(attrs):
             group = [int(m) for m in attr["group"]]

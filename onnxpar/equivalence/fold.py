@@ -60,6 +60,9 @@ def _fold_once(program: Program, keeps: bool) -> None:
             program.constants.add(node.outputs[0], shape[slice(start, end)])
             known.add(node.outputs[0])
             continue
+        if node.outputs and all(name in known for name in node.outputs):
+            rest.append(node)
+            continue
         if not _is_constant(node, known):
             rest.append(node)
             continue

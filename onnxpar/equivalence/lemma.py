@@ -7,17 +7,20 @@ whole must be whole; a sum over a dimension that ranks split is a partial sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.held import Held, Partial
 from onnxpar.equivalence.program import RANDOM, Node, Program, Shape, default
 from onnxpar.equivalence.ranks import RankNode, Ranks
-from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.spans import Families, Family, places_of
 
 
 class NotShown(Exception):
@@ -104,6 +107,13 @@ class Case:
             raise NotShown(f"operand {index} is not a constant")
         return value
 
+    def is_zero(self, index: int) -> bool:
+        """True for a constant operand of zeros, which may be added any number of times."""
+        with suppress(ModelError):  # its file need not be there
+            value = self.model.constants.get(self.node.inputs[index])
+            return value is not None and not value.any()
+        return False
+
     def whole(self, held: Held, axis: int, shape: Shape) -> Family:
         """The family of a dimension that must be whole."""
         family = held.dims[axis]
@@ -185,7 +195,7 @@ def elementwise(linear: Sequence[int] = (), all_linear: bool = False) -> Lemma:
         partial = [h.partial if h is not None else () for h in case.held]
         parts = [i for i, each in enumerate(partial) if each]
         if parts and all_linear:
-            if len(parts) < count:
+            if any(not each and not case.is_zero(i) for i, each in enumerate(partial)):
                 raise NotShown("a value that is whole would be counted once for each rank")
         elif parts and not (len(parts) == 1 and parts[0] in linear):
             no_partial(*case.held)
@@ -212,11 +222,8 @@ def where(case: Case) -> list[Result]:
     dims, shape = broadcast(case, range(3))
     condition, x, y = (case.operand(i) for i in range(3))
     no_partial(condition)
-    if bool(x.partial) != bool(y.partial):
-        other = 2 if x.partial else 1
-        value = case.model.constants.get(case.node.inputs[other])
-        if value is None or np.asarray(value).any():
-            no_partial(x, y)
+    if bool(x.partial) != bool(y.partial) and not case.is_zero(2 if x.partial else 1):
+        no_partial(x, y)
     return [Result(0, dims, shape, merged([x.partial, y.partial]))]
 
 
@@ -278,7 +285,7 @@ def gemm(case: Case) -> list[Result]:
     if len(case.held) > 2 and case.held[2] is not None:
         c = case.held[2]
         only_sums(c)
-        if bool(c.partial) != bool(partial):
+        if bool(c.partial) != bool(partial) and not (partial and case.is_zero(2)):
             raise NotShown(f"{c.term!r} would be added once for each rank")
         for axis, family in zip(range(-len(c.dims), 0), c.dims, strict=True):
             wide = case.shapes[2][axis] == shape[axis]
@@ -303,23 +310,40 @@ def reduce(kind: str, is_linear: bool) -> Lemma:
         partial = held.partial
         dims: list[Family] = []
         sizes: list[int] = []
+        split: list[tuple[Family, int]] = []
         for axis, (family, size) in enumerate(zip(held.dims, shape, strict=True)):
             if axis not in axes:
                 dims.append(family)
                 sizes.append(size)
                 continue
             if not family.is_whole(size):
-                if not kind or partial:
+                if not kind or partial or (split and kind == "mean"):
                     raise NotShown(f"dimension {axis} of {held.term!r} must be whole")
                 if kind in ("max", "min", "mean") and 0 in family.sizes:
                     raise NotShown(f"a rank has no element of the {kind}")
-                partial = (Partial(kind, family, size),)
+                split.append((family, size))
             if keeps:
                 dims.append(case.families.whole(1))
                 sizes.append(1)
+        if split:
+            partial = (Partial(kind, *_together(case, held, split)),)
         return [Result(0, tuple(dims), tuple(sizes), partial)]
 
     return show
+
+
+def _together(case: Case, held: Held, split: Sequence[tuple[Family, int]]) -> tuple[Family, int]:
+    """What ranks hold of several dimensions together, and of how many: of one, its positions; of
+    more, places of pieces that each rank holds wholly or not at all."""
+    if len(split) == 1:
+        return split[0]
+    if any(len(np.unique(s)) != len(s) for family, _ in split for s in family.spans):
+        raise NotShown(f"a rank holds a position of {held.term!r} twice")
+    pieces = [family.pieces(size) for family, size in split]
+    counts = [count for _, count in pieces]
+    spans = zip(*(own for own, _ in pieces), strict=True)
+    family = case.families.of(places_of(own, counts).reshape(-1) for own in spans)
+    return family, math.prod(counts)
 
 
 def _axes(case: Case, rank: int) -> set[int]:
@@ -442,6 +466,24 @@ def along_elements(case: Case) -> list[Result]:
     return [Result(0, result.dims, tuple(shape))]
 
 
+def tensor_scatter(case: Case) -> list[Result]:
+    """TensorScatter: the dimension that is written is whole; of the others, the old and the new
+    elements have the same positions."""
+    case.same_attrs()
+    no_partial(*case.held)
+    old, new, shape = case.operand(0), case.operand(1), case.shapes[0]
+    axis = int(case.attr("axis")) % len(shape)
+    case.whole(old, axis, shape)
+    case.whole(new, axis, case.shapes[1])
+    for i, (first, second) in enumerate(zip(old.dims, new.dims, strict=True)):
+        if i != axis and first is not second:
+            raise NotShown(f"{new.term!r} holds other positions of dimension {i}")
+    has_lengths = len(case.held) > 2 and case.held[2] is not None
+    if has_lengths and case.operand(2).dims[0] is not old.dims[0]:
+        raise NotShown(f"{case.operand(2).term!r} is of other samples")
+    return [Result(0, old.dims, tuple(shape))]
+
+
 def dropout(case: Case) -> list[Result]:
     """Dropout outside of training: the operand."""
     mode = case.of_model(2) if len(case.node.inputs) > 2 else None
@@ -535,7 +577,7 @@ def _with_bias(
         only_sums(bias)
         if bias.dims[0] is not channels:
             raise NotShown(f"{bias.term!r} holds other channels")
-        if bool(bias.partial) != bool(partial):
+        if bool(bias.partial) != bool(partial) and not (partial and case.is_zero(2)):
             raise NotShown(f"{bias.term!r} would be added once for each rank")
         partial = merged([partial, bias.partial])
     space = [case.families.whole(n) for n in out[2:]]
@@ -633,10 +675,11 @@ def whole(case: Case) -> list[Result]:
             raise NotShown(f"{held.term!r} must be whole on each rank")
     results = []
     for index, name in enumerate(case.node.outputs):
-        out = case.model.shapes.get(name)
+        is_tensor = case.model.types.get(name) != 0
+        out = case.model.shapes.get(name) if is_tensor else ()
         if name and out is None:
             raise NotShown(f"the shape of {name!r} is unknown")
-        if out is not None:
+        if name and out is not None:
             results.append(Result(index, tuple(map(case.families.whole, out)), out))
     return results
 
@@ -676,6 +719,7 @@ LEMMAS: Mapping[tuple[str, str], Lemma] = {
     ("", "CumSum"): cumulative,
     ("", "GatherElements"): along_elements,
     ("", "ScatterElements"): along_elements,
+    ("", "TensorScatter"): tensor_scatter,
     ("", "Add"): elementwise(all_linear=True),
     ("", "Sub"): elementwise(all_linear=True),
     ("", "Sum"): elementwise(all_linear=True),
@@ -711,8 +755,5 @@ LEMMAS: Mapping[tuple[str, str], Lemma] = {
         ("", op): by_channel()
         for op in ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
     },
-    ("com.microsoft", "Gelu"): elementwise(),
-    ("com.microsoft", "FastGelu"): elementwise(),
-    ("com.microsoft", "QuickGelu"): elementwise(),
 }
 """The lemmas, by domain and op."""

@@ -14,7 +14,7 @@ from onnxpar.equivalence.program import Node, Shape, default
 from onnxpar.equivalence.runs import Runs
 from onnxpar.equivalence.spans import Family, places_of
 
-MOST_WAYS = 4
+MOST_WAYS = 6
 """The most ways in which a rank's copies of one element stand for a dimension."""
 
 

@@ -21,7 +21,7 @@ from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.stored import WeightFiles
 
 Shape = tuple[int, ...]
-MOST_FOLDED = 1 << 22
+MOST_FOLDED = 1 << 24
 """The most bytes of a value that is computed from constants."""
 RANDOM = frozenset(
     ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial",
@@ -80,7 +80,17 @@ class Body:
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    constants: Mapping[str, Array]
+    stored: Mapping[str, TensorProto]
+
+    @cached_property
+    def constants(self) -> dict[str, Array]:
+        """The values of its initializers. Errors: ModelError."""
+        return {name: read_tensor(tensor, name) for name, tensor in self.stored.items()}
+
+    @cached_property
+    def own(self) -> set[str]:
+        """The names of its tensors."""
+        return {*self.inputs, *self.stored, *(n for node in self.nodes for n in node.outputs if n)}
 
 
 def read_body(graph: GraphProto) -> Body:
@@ -89,7 +99,7 @@ def read_body(graph: GraphProto) -> Body:
         tuple(read_node(each) for node in graph.node for each in _apart(node)),
         tuple(port.name for port in graph.input),
         tuple(port.name for port in graph.output),
-        {t.name: np.asarray(numpy_helper.to_array(t)) for t in graph.initializer},
+        {t.name: t for t in graph.initializer},
     )
 
 
@@ -161,6 +171,13 @@ class Constants:
         """The names of all constants."""
         yield from self._stored.keys() | self._values.keys()
 
+    def inside(self, body: Body) -> Constants:
+        """The constants in a body: its own, and those outside whose names it does not use."""
+        stored = {name: t for name, t in self._stored.items() if name not in body.own}
+        found = Constants({**stored, **body.stored}, self._folder, self._files)
+        found._values = {name: v for name, v in self._values.items() if name not in body.own}
+        return found
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives constants other names, no two the same."""
         self._stored = {names.get(name, name): t for name, t in self._stored.items()}
@@ -204,17 +221,42 @@ def load(path: Path) -> ModelProto:
 
 def read_program(
     path: Path, files: WeightFiles, fed: Collection[str] = (),
-    shapes: Mapping[str, Shape] | None = None,
+    shapes: Mapping[str, Shape] | None = None, graph: Path | None = None,
 ) -> Program:  # fmt: skip
     """Reads a model; weights in other files stay there, and are read by `files`. Inputs that have
     default values are constants, unless they are among `fed`. `shapes` has shapes of inputs, in
-    place of those of the file. Errors: ModelError."""
+    place of those of the file. `graph` is a file with other nodes and ports for the model's
+    weights, which are inputs there. Errors: ModelError."""
     proto = load(path)
+    if graph is not None:
+        proto = _with_weights(load(graph), graph, proto, path, fed)
     if shapes:
         _set_shapes(proto.graph, shapes)
     program = _program(proto, path, files, fed, Pool())
     _infer(proto, program)
     return program
+
+
+def _with_weights(
+    graph: ModelProto, file: Path, model: ModelProto, path: Path, fed: Collection[str]
+) -> ModelProto:
+    """A graph whose inputs that no run gets are the weights of a model. Errors: ModelError if the
+    model has no such weights."""
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    ports = [*graph.graph.input]
+    del graph.graph.input[:]
+    for port in ports:
+        if port.name in fed:
+            graph.graph.input.append(port)
+            continue
+        tensor, own = weights.get(port.name), port.type.tensor_type
+        shape = [dim.dim_value for dim in own.shape.dim]
+        if tensor is None or ([*tensor.dims], tensor.data_type) != (shape, own.elem_type):
+            raise ModelError(
+                f"{file} was not made from {path}: it reads a weight {port.name!r:.80}"
+            )
+        graph.graph.initializer.append(tensor)
+    return graph
 
 
 def read_rank(path: Path, files: WeightFiles, fed: Collection[str], pool: Pool) -> Program:
@@ -303,9 +345,30 @@ def _check_names(graph: GraphProto, nodes: Sequence[Node]) -> None:
             if name and name in known:
                 raise _Wrong(f"{name!r:.80} is made twice")
             known.add(name)
+        for body in node.bodies.values():
+            _check_body(body, known)
     for port in graph.output:
         if port.name not in known:
             raise _Wrong(f"nothing makes the output {port.name!r:.80}")
+
+
+def _check_body(body: Body, outside: Collection[str]) -> None:
+    """Each tensor of a body is made once, before it is read. Errors: _Wrong."""
+    own, read = {*body.inputs, *body.stored}, set[str]()
+    for node in body.nodes:
+        names = {*node.inputs, *captured(node.proto)} - own
+        for name in sorted(names - {*outside}):
+            raise _Wrong(f"{node.op} {node.name!r:.80} reads {name!r:.80} before it is made")
+        read |= names
+        for name in filter(None, node.outputs):
+            if name in own or name in read:
+                raise _Wrong(f"{name!r:.80} is made twice")
+            own.add(name)
+        for inner in node.bodies.values():
+            _check_body(inner, {*outside, *own})
+    for name in body.outputs:
+        if name not in own and name not in outside:
+            raise _Wrong(f"nothing makes the output {name!r:.80} of a body")
 
 
 def _check_types(node: NodeProto, opsets: Mapping[str, int]) -> None:
@@ -359,6 +422,7 @@ def _set_shapes(graph: GraphProto, shapes: Mapping[str, Shape]) -> None:
     for port in graph.input:
         if port.name in shapes:
             port.type.tensor_type.ClearField("shape")
+            port.type.tensor_type.shape.SetInParent()  # that of a scalar, too
             for size in shapes[port.name]:
                 port.type.tensor_type.shape.dim.add(dim_value=size)
 
@@ -465,8 +529,9 @@ def _infer(proto: ModelProto, program: Program) -> None:
         program.types[stored.name] = stored.data_type
 
 
-def infer(node: Node, program: Program) -> None:
-    """Infers the shapes of a node's results from those of its operands."""
+def infer(node: Node, program: Program, free: int | None = None) -> None:
+    """Infers the shapes of a node's results from those of its operands. Sizes that data decide are
+    `free`; without it, such a shape stays unknown."""
     types, data = {}, {}
     for name in node.inputs:
         shape = program.shapes.get(name)
@@ -490,8 +555,10 @@ def infer(node: Node, program: Program) -> None:
     for name, proto in found.items():
         dims = proto.tensor_type.shape.dim
         program.types.setdefault(name, proto.tensor_type.elem_type)
-        if proto.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
-            program.shapes[name] = tuple(dim.dim_value for dim in dims)
+        sizes = [dim.dim_value if dim.HasField("dim_value") else free for dim in dims]
+        known = tuple(size for size in sizes if size is not None)
+        if proto.tensor_type.HasField("shape") and len(known) == len(sizes):
+            program.shapes[name] = known
 
 
 def captured(node: NodeProto) -> set[str]:

@@ -6,18 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from onnxpar.base.arrays import Array
 from onnxpar.base.errors import DamagedError, ModelError
 from onnxpar.equivalence.bundle import Bundle
-from onnxpar.equivalence.evaluate import NotComputed
-from onnxpar.equivalence.fold import fold
 from onnxpar.equivalence.held import Held
 from onnxpar.equivalence.order import Disorder, check_order
 from onnxpar.equivalence.program import Program
 from onnxpar.equivalence.ranks import Ranks
-from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.spans import Families, Family, covers
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.walk import Walk
 from onnxpar.equivalence.weights import Weights
@@ -45,7 +40,7 @@ class Proof:
             yield Failure("order", "", str(error))
         inputs: list[Held] = []
         for port in self.bundle.plan["inputs"]:
-            dims = self.bundle.families(port, self.families)
+            dims = self._families(port)
             shape = self.model.shapes.get(port["name"])
             if dims is not None and shape is not None and not _fit(dims, shape):
                 raise DamagedError(
@@ -57,10 +52,7 @@ class Proof:
         for rank, program in enumerate(self.ranks.programs):
             for held in inputs:  # the session cuts them
                 program.shapes[held.name] = tuple(family.sizes[rank] for family in held.dims)
-            try:
-                fold(program, keeps=True)
-            except NotComputed as error:
-                raise ModelError(f"{program.path} cannot run: {error}") from None
+        self.walk.fold()
         for port in self.bundle.plan["outputs"]:
             self.bundle.families(port, self.families)
         for held in inputs:
@@ -74,6 +66,14 @@ class Proof:
         yield from refused.values()
         yield from self._check_states()
         yield from self._check_defaults()
+
+    def _families(self, port: Mapping[str, Any]) -> tuple[Family, ...] | None:
+        """What ranks hold of a port; sizes that data decide are those of the proof. Ports without a
+        layout, such as those of strings, are whole; None if their shape is unknown."""
+        shape = self.walk.shape(port["name"])
+        if port.get("layout") is None and shape is not None:
+            return tuple(map(self.families.whole, shape))
+        return self.bundle.families(port, self.families, shape)
 
     def _check_defaults(self) -> Iterator[Failure]:
         """What ranks have as the default, or the first value, of an input must be the model's."""
@@ -121,8 +121,9 @@ class Proof:
     def _is_carried(self, source: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
         """True if ranks read a state at the positions that they kept of it; a dimension that grows
         must be whole."""
-        first, second = (self.bundle.families(port, self.families) for port in (source, result))
-        before, after = self.bundle.shape(source), self.bundle.shape(result)
+        first, second = map(self._families, (source, result))
+        before = self.bundle.shape(source)
+        after = self.bundle.shape(result) or self.walk.shape(result["name"])
         if first is None or second is None or before is None or after is None:
             return first is second
         if len(first) != len(second):
@@ -133,14 +134,15 @@ class Proof:
     def _check_output(self, name: str) -> Failure | None:
         """An output must be related, in the layout of its port, and ranks must hold all of it."""
         port = self.bundle.ports.get(name)
-        dims = None if port is None else self.bundle.families(port, self.families)
+        dims = None if port is None else self._families(port)
         held = self.walk.relations.of(name, name)
         if name in self.model.constants:
             held = held or self.weights.relate(name, name)
         if not held:
             return self._first_refusal(name)
         if dims is None:
-            return Failure("output", name, f"{self.bundle.source} has no layout for it")
+            text = f"{self.bundle.source} does not say which of its elements ranks have"
+            return Failure("output", name, text)
         if not any(h.dims == dims and not h.partial for h in held):
             what = "a part of a sum" if all(h.partial for h in held) else "other positions of it"
             text = f"ranks have {what}, and not what {self.bundle.source} says"
@@ -182,25 +184,3 @@ def _states_of(model: Program) -> list[tuple[str, str]]:
 def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:
     """True if ranks hold positions that a tensor of this shape has."""
     return len(dims) == len(shape) and all(map(Family.fits, dims, shape))
-
-
-def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:
-    """True if ranks together hold each element of a tensor."""
-    pieces = [_pieces(family, size) for family, size in zip(dims, shape, strict=True)]
-    held = np.zeros([count for _, count in pieces], bool)
-    for rank in range(ranks):
-        own = [of_rank[rank] for of_rank, _ in pieces]
-        held[np.ix_(*own) if own else ()] = True
-    return bool(held.all()) or 0 in shape
-
-
-def _pieces(family: Family, size: int) -> tuple[list[Array], int]:
-    """Divides a dimension into pieces that each rank holds wholly or not at all; returns the pieces
-    of each rank, and the number of all."""
-    codes = np.zeros(size, np.int64)
-    for span in {id(s): s for s in family.spans}.values():
-        member = np.zeros(size, np.int64)
-        member[span] = 1
-        codes = np.unique(codes * 2 + member, return_inverse=True)[1].reshape(-1)
-    count = int(codes.max()) + 1 if size else 1
-    return [np.unique(codes[span]) for span in family.spans], count

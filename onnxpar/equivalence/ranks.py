@@ -84,14 +84,14 @@ def _carried(node: Node, body: Body, tokens: Collection[str]) -> set[str]:
 
 
 class Ranks:
-    """The graphs of all ranks."""
+    """The graphs of all ranks, or their bodies of one node; `given` are tokens from outside."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], given: Collection[str] = ()) -> None:
         self.programs = programs
         self.size = len(programs)
         self._constant: dict[str, bool] = {}
         self.nodes = align([program.nodes for program in programs])
-        self.tokens = tokens_of(programs[0].nodes)
+        self.tokens = tokens_of(programs[0].nodes, given)
         self.readers: dict[str, list[RankNode]] = defaultdict(list)
         self.makers: dict[str, RankNode] = {}
         for node in self.nodes:
@@ -122,6 +122,10 @@ class Ranks:
         if name not in self._constant:
             self._constant[name] = all(name in program.constants for program in self.programs)
         return self._constant[name]
+
+    def forget(self) -> None:
+        """Forgets which tensors are constants: more of them are computed."""
+        self._constant.clear()
 
     def constant_shapes(self, name: str) -> list[Shape]:
         """The shape of a constant on each rank."""

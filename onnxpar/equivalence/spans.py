@@ -41,6 +41,17 @@ class Family:
         held = np.concatenate([self.spans[rank] for rank in ranks])
         return len(held) == size and bool((np.sort(held) == np.arange(size)).all())
 
+    def pieces(self, size: int) -> tuple[list[Array], int]:
+        """Divides a dimension of this size into pieces that each rank holds wholly or not at all;
+        returns the pieces of each rank, and the number of all."""
+        codes = np.zeros(size, np.int64)
+        for span in {id(s): s for s in self.spans}.values():
+            member = np.zeros(size, np.int64)
+            member[span] = 1
+            codes = np.unique(codes * 2 + member, return_inverse=True)[1].reshape(-1)
+        count = int(codes.max()) + 1 if size else 1
+        return [np.unique(codes[span]) for span in self.spans], count
+
     def text(self, rank: int) -> str:
         """The positions of a rank, as text: `24-35`."""
         span = self.spans[rank]
@@ -106,3 +117,13 @@ def places_of(spans: Iterable[Array], shape: Iterable[int]) -> Array:
     for span, size in zip(spans, shape, strict=True):
         places = places[..., None] * size + span
     return np.asarray(places)
+
+
+def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:
+    """True if ranks together hold each element of a tensor."""
+    pieces = [family.pieces(size) for family, size in zip(dims, shape, strict=True)]
+    held = np.zeros([count for _, count in pieces], bool)
+    for rank in range(ranks):
+        own = [of_rank[rank] for of_rank, _ in pieces]
+        held[np.ix_(*own) if own else ()] = True
+    return bool(held.all()) or 0 in shape

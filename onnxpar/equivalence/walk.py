@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 
+import numpy as np
+
+from onnxpar.base.errors import ModelError
+from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
-from onnxpar.equivalence.evaluate import NotComputed
+from onnxpar.equivalence.contrib import CONTRIB
+from onnxpar.equivalence.evaluate import NotComputed, communicate
+from onnxpar.equivalence.fold import fold
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
 from onnxpar.equivalence.lookups import Lookups
 from onnxpar.equivalence.moves import MOVES
-from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
+from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.trace import Trace
@@ -32,6 +40,12 @@ _ABOVE = (0, 2, 6, 14)
 """How many related nodes above a node windows have, one after the other."""
 MOST_INSIDE = 400
 """The most nodes of the model in a window."""
+_SIZED_BY_DATA = frozenset(
+    ("", op) for op in ("Compress", "NonMaxSuppression", "NonZero", "Unique")
+)
+"""Ops with results whose size data decide."""
+_MOST_FREE = 1 << 16
+"""The most positions of a dimension whose size data decide."""
 MOST_TRIES = 64
 """The most choices of what operands are that are tried for a pair of nodes."""
 
@@ -102,6 +116,49 @@ class Walk:
                 source = self._makers[node.inputs[0]]
                 self._origins[source.name] += self._origins.get(node.name, [])
 
+    def inside(self, model: Program, ranks: Ranks) -> Walk:
+        """The walk through a body of the model, and that of a node of ranks."""
+        weights, sampler = self.weights.inside(model, ranks), self.sampler
+        return Walk(model, ranks, self.families, weights, sampler.seed, sampler.draw_ranges)
+
+    def fold(self) -> None:
+        """Computes the tensors of ranks that depend on constants alone, also what ranks send each
+        other of these. Errors: ModelError if onnxruntime cannot compute one."""
+        todo = True
+        while todo:
+            for program in self.ranks.programs:
+                try:
+                    fold(program, keeps=True)
+                except NotComputed as error:
+                    raise ModelError(f"{program.path} cannot run: {error}") from None
+            self.ranks.forget()
+            todo = False
+            for node in self.ranks.nodes:
+                todo |= self._fold_sent(node)
+
+    def _fold_sent(self, node: RankNode) -> bool:
+        """Computes the result of a collective of small constants; False if it is none, or known."""
+        inputs = [name for name in node.first.inputs if self.ranks.is_constant(name)]
+        is_sent = node.first.domain == PLUGIN and node.is_alike
+        if not is_sent or not inputs or node.first.inputs[0] != inputs[0]:
+            return False
+        shapes = self.ranks.constant_shapes(inputs[0])
+        if sum(map(math.prod, shapes)) * 8 > MOST_FOLDED:
+            return False
+        values = [{n: p.constants[n] for n in inputs} for p in self.ranks.programs]
+        try:
+            result = self.collectives.result(node)
+            if self.ranks.is_constant(result):
+                return False
+            self.collectives.attributes(node)
+            communicate(node, values)
+        except (NotShown, NotComputed, KeyError, IndexError):
+            return False
+        for program, value in zip(self.ranks.programs, values, strict=True):
+            program.constants.add(result, value[node.first.outputs[0]])
+        self.ranks.forget()
+        return True
+
     def hold(self, held: Held) -> None:
         """Adds a relation, and all that follows by collectives and by what ranks copy and cut."""
         todo = [held]
@@ -121,7 +178,7 @@ class Walk:
         """Proves nodes in order; again if there is more to know of their operands. Samples the
         first node that no lemma proves, and goes on."""
         for number, node in enumerate(self.model.nodes):
-            for name in dict.fromkeys(node.inputs):
+            for name in dict.fromkeys((*node.inputs, *sorted(captured(node.proto)))):
                 self.readers[name].append(number)
             self._push(number)
         self._relate_sent()
@@ -397,7 +454,10 @@ class Walk:
         """Yields what the operands may be."""
         choices: list[Sequence[Held | None]] = []
         by_value = BY_VALUE.get(node.op, ()) if node.domain == "" else ()
-        pairs = zip_longest(node.inputs, local.first.inputs, fillvalue="")
+        names: Sequence[str] = local.first.inputs
+        if node.bodies:  # which may have tokens, too
+            names = [name for name in names if name not in self.ranks.tokens]
+        pairs = zip_longest(node.inputs, names, fillvalue="")
         for index, (term, name) in enumerate(pairs):
             if not term or not name:
                 if (term or name) and not (node.op in VERSIONED and node.domain == ""):
@@ -424,6 +484,8 @@ class Walk:
         )
         for name in node.outputs:
             self.shape(name)
+        if node.bodies:
+            return self._show_bodies(node, local, held, reasons)
         for how, lemma in _lemmas(node):
             try:
                 check_opsets(case)
@@ -442,6 +504,42 @@ class Walk:
             return how
         return None
 
+    def _show_bodies(
+        self, node: Node, local: RankNode, held: Sequence[Held | None], reasons: dict[str, str]
+    ) -> str | None:
+        """Tries to prove a node by its bodies; returns how."""
+        bodies = Bodies(self, node, local, held)
+        try:
+            results = bodies.show()
+        except NotShown as error:
+            reasons.setdefault(local.first.name, str(error))
+            return None
+        names = [name for name in local.first.outputs if name not in self.ranks.tokens]
+        for result in results:
+            term, name = node.outputs[result.index], names[result.index]
+            if term and name:
+                self.model.shapes.setdefault(term, tuple(result.shape))
+                self.hold(Held(term, name, result.dims, result.partial))
+        return bodies.how
+
+    @cached_property
+    def _free(self) -> int:
+        """The size of a dimension that data decide: more than any number with which nodes cut it,
+        so that what ranks hold of it they hold at any size."""
+        largest = 10
+        for program in (self.model, *self.ranks.programs):
+            for node in program.nodes:
+                values: list[object] = [*node.attrs.values()]
+                for name in node.inputs[1:]:
+                    if name in program.constants and len(program.constants.shape(name)) < 2:
+                        values.append(program.constants[name])
+                for value in values:
+                    own = np.asarray(value) if isinstance(value, int | list | np.ndarray) else None
+                    if own is not None and own.dtype.kind == "i" and own.size < 10:
+                        small = np.abs(own[np.abs(own) < _MOST_FREE])
+                        largest = max(largest, int(small.max(initial=0)))
+        return largest + 1
+
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor of the model; None if it is unknown."""
         if not name:
@@ -449,15 +547,17 @@ class Walk:
         if name in self.model.constants:
             return self.model.constants.shape(name)
         if name not in self.model.shapes and name in self._makers:
-            infer(self._makers[name], self.model)
+            node = self._makers[name]
+            infer(node, self.model, self._free if node.kind in _SIZED_BY_DATA else None)
         return self.model.shapes.get(name)
 
 
 def _lemmas(node: Node) -> Iterator[tuple[str, Lemma]]:
     if node.domain == "" and node.op in MOVES:
         yield "arithmetic", MOVES[node.op]
-    if node.kind in LEMMAS:
-        yield "lemma", LEMMAS[node.kind]
+    lemma = LEMMAS.get(node.kind) or CONTRIB.get(node.kind)
+    if lemma is not None:
+        yield "lemma", lemma
     if node.domain != PLUGIN:
         yield "whole", whole
 

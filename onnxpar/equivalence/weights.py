@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import islice, product
 
 import numpy as np
@@ -30,6 +31,7 @@ class Weights:
         self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
         self.copies: dict[str, list[str]] = {}
         self.compared = 0
+        self.is_inside = False
         self.contents = Contents(bundle.files)
         self._planned: dict[tuple[str, str], tuple[Family, ...] | None] = {}
         self._known: dict[tuple[str, str], list[Held]] = {}
@@ -37,6 +39,13 @@ class Weights:
             term, name = weight["name"], weight["tensor"]
             self.copies.setdefault(term, []).append(name)
             self._planned[term, name] = bundle.families(weight, families)
+
+    def inside(self, model: Program, ranks: Ranks) -> Weights:
+        """The constants of a body of the model, and of those of ranks."""
+        found = copy(self)
+        found.model, found.ranks, found.contents = model, ranks, Contents(self.bundle.files)
+        found.is_inside, found.compared, found._known = True, 0, {}
+        return found
 
     def relate(self, term: str, name: str) -> list[Held]:
         """What a constant of ranks is of a constant of the model."""
@@ -88,7 +97,8 @@ class Weights:
     ) -> tuple[Partial, ...] | None:
         """Weights in files are compared once for all sizes at which ranks are proved."""
         first, known = self.ranks.programs[0], self.bundle.files.compared
-        if not (first.constants.is_in_file(name) and self.model.constants.is_in_file(term)):
+        is_in_file = first.constants.is_in_file(name) and self.model.constants.is_in_file(term)
+        if self.is_inside or not is_in_file:
             return self._find(term, name, dims)
         key = first.path, term, name, dims
         if key not in known:
@@ -97,17 +107,39 @@ class Weights:
         return found
 
     def _find(self, term: str, name: str, dims: tuple[Family, ...]) -> tuple[Partial, ...] | None:
-        """What a constant of ranks is if it stands for these positions: a part of a sum if some
-        ranks have zeros in its place; None if it is something else."""
+        """What a constant of ranks is if it stands for these positions: a part of a sum if ranks
+        have zeros in place of some; None if it is something else."""
         whole, files = self.model.constants[term], self.bundle.files
+        owns = [program.constants[name] for program in self.ranks.programs]
         holds = []
-        for rank, program in enumerate(self.ranks.programs):
-            own, spans = program.constants[name], [family.spans[rank] for family in dims]
-            is_same = files.is_same(own, whole, spans, self.bundle.compared)
-            if not is_same and (own.dtype.kind not in "fiu" or own.any()):
+        for rank, own in enumerate(owns):
+            spans = [family.spans[rank] for family in dims]
+            holds.append(files.is_same(own, whole, spans, self.bundle.compared))
+        is_number = all(own.dtype == whole.dtype and own.dtype.kind in "fiu" for own in owns)
+        partial: tuple[Partial, ...] | None = () if all(holds) else None
+        if partial is None and is_number:
+            are_parts = all(same or not own.any() for own, same in zip(owns, holds, strict=True))
+            if any(holds) and are_parts:
+                family = self.families.of(np.arange(int(same)) for same in holds)
+                partial = (Partial("sum", family, 1),)
+            elif all(family.is_whole(n) for family, n in zip(dims, whole.shape, strict=True)):
+                partial = self._rows(whole, owns)
+        if partial is not None:
+            self.compared += sum(own.nbytes for own in owns)
+        return partial
+
+    def _rows(self, whole: Array, owns: Sequence[Array]) -> tuple[Partial, ...] | None:
+        """Of which rows of one dimension ranks have the numbers, and zeros in place of the others;
+        None if there is no such dimension. Rows of zeros are no parts of a sum."""
+        for axis in range(whole.ndim):
+            others = tuple(i for i in range(whole.ndim) if i != axis)
+            nonzero = (whole != 0).any(others)
+            if not nonzero.any():
                 return None
-            holds.append(is_same)
-        self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
-        if all(holds):
-            return ()
-        return (Partial("sum", self.families.of(np.arange(int(h)) for h in holds), 1),)
+            has = [(own == whole).all(others)[nonzero] for own in owns]
+            lacks = [(own == 0).all(others) for own in owns]
+            either = zip(lacks, has, strict=True)
+            if all(lack[~nonzero].all() and (lack[nonzero] | own).all() for lack, own in either):
+                rows = self.families.of(map(np.flatnonzero, has))
+                return (Partial("sum", rows, int(nonzero.sum())),)
+        return None

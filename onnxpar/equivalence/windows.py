@@ -21,7 +21,7 @@ from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Valu
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
-from onnxpar.equivalence.spans import Families
+from onnxpar.equivalence.spans import Families, covers
 from onnxpar.equivalence.weights import Weights
 
 DRAWS, MOST_DRAWS = 4, 48
@@ -77,14 +77,14 @@ class _Evidence:
             self.bits += flat.size == 1
             return
         own = flat
-        if value.dtype.kind in "iu" and flat.size:
+        if value.dtype.kind in "iuO" and flat.size:
             self.bits += flat.size - int(np.unique(flat, return_counts=True)[1].max())
-        else:
+        elif flat.size:
             wide = flat.astype(np.float64)
             own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
         if 2 * len(own) >= flat.size:
             fresh = {*np.unique(own)[:64].tolist()} - self.values
-            self.bits += (16.0 if value.dtype.kind not in "iu" else 3.0) * len(fresh)
+            self.bits += (16.0 if value.dtype.kind not in "iuO" else 3.0) * len(fresh)
             self.values |= fresh
 
     @property
@@ -349,7 +349,8 @@ class Sampler:
             kept = [
                 h
                 for h in kept
-                if not self._is_far(h, whole[h.term], own, scales[h.term])
+                if _has(whole[h.term], h)
+                and not self._is_far(h, whole[h.term], own, scales[h.term])
                 and self._agrees(h, whole[h.term], own, is_exact)
             ]
             if not kept:
@@ -358,7 +359,7 @@ class Sampler:
             if number + 1 >= DRAWS and all(each.is_enough for each in told):
                 break
         self.computed -= {held.name for held in kept or ()}
-        found = [h for h in kept or [] if evidence[h.term].is_enough]
+        found = [h for h in kept or [] if evidence[h.term].is_enough and self._is_all(h)]
         wrong = self._refuted(window, nodes, found, draws)
         self.computed |= {held.name for held in wrong}
         return [h for h in found if h not in wrong]
@@ -411,6 +412,12 @@ class Sampler:
         known = self._numbers(window, values[0].dtype)
         return all(bool(np.isin(value, known).all()) for value in values)
 
+    def _is_all(self, held: Held) -> bool:
+        """True if ranks together hold all elements: less may be a tensor by accident, of which the
+        model's is a longer one."""
+        shape = self.model.shapes.get(held.term)
+        return shape is None or covers(held.dims, shape, self.ranks.size)
+
     def _computed(
         self, window: Window, draws: Draws, number: int, wanted: Sequence[str]
     ) -> tuple[Values, list[Array]]:
@@ -450,7 +457,10 @@ class Sampler:
                 shape = self.model.shapes.get(name)
                 if shape is None or math.prod(shape) > MOST_ELEMENTS:
                     raise NotComputed(f"{name} is too large, or has no known shape")
-                values[name] = draws.value(name, shape, self.model.types.get(name, 1), number)
+                kind = self.model.types.get(name, 1)
+                if not kind:
+                    raise NotComputed(f"{name} is no tensor")
+                values[name] = draws.value(name, shape, kind, number)
         return values
 
     def _rank_values(
@@ -619,3 +629,12 @@ def same(a: Array, b: Array, is_exact: bool) -> bool:
     scale = ordinary(y) or 1.0
     eps = float(np.finfo(a.dtype).eps) if a.dtype.name != "bfloat16" else 2.0**-7
     return bool(np.allclose(x, y, rtol=64 * eps, atol=64 * eps * scale, equal_nan=True))
+
+
+def _has(whole: Array, held: Held) -> bool:
+    """True if a value has the positions that ranks hold: data may decide its size."""
+    return len(held.dims) == whole.ndim and all(
+        not len(span) or span.max() < size
+        for family, size in zip(held.dims, whole.shape, strict=True)
+        for span in {id(s): s for s in family.spans}.values()
+    )

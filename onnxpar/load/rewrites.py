@@ -32,7 +32,7 @@ from onnxpar.load.importer import Importer
 from onnxpar.load.kept_ranges import keep_ranges
 from onnxpar.load.loading import Loading
 from onnxpar.load.module_names import use_module_names
-from onnxpar.load.page_caches import page_caches
+from onnxpar.load.page_caches import page_caches, without_weights
 from onnxpar.load.read_file import check_all_stored, read_proto
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.load.tie import tie
@@ -47,6 +47,7 @@ def read(loading: Loading) -> None:
     """Reads the file; of an encoder-decoder, takes the requested part."""
     request = loading.request
     loading.proto = read_proto(loading.path)
+    loading.written = {tensor.name for tensor in loading.proto.graph.initializer}
     if request.part is not None:
         loading.proto, pairs = read_part(loading.proto, request.part, loading.path)
         loading.states += pairs
@@ -80,6 +81,7 @@ def put_caches_in_pages(loading: Loading) -> None:
     """Puts the caches of a decoder in pages."""
     request = loading.request
     loading.states += page_caches(loading.proto, request.page_size, request.kv_dtype)
+    loading.paged = without_weights(loading.proto, loading.written)
 
 
 def tie_weights(loading: Loading) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxpar.base.bundle_names import ENCODER_PART, PLAN
+from onnxpar.base.bundle_names import ENCODER_PART, PAGED, PLAN
 from onnxpar.base.digests import Digests, digests_of
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import new_folder
@@ -63,6 +63,8 @@ def write_bundle(
         with times.of(WRITE):
             for name, file in carried.items():
                 files.copy(name, file)
+            if ctx.model.paged is not None:
+                files.put(PAGED, ctx.model.paged)
             if encoder is not None:
                 files.add(f"{ENCODER_PART}/{PLAN}", _write_encoder(folder, *encoder, ranks))
             write_plan(folder, data, files.digests())

@@ -220,3 +220,13 @@ def test_the_program_of_one_rank_is_no_model(
     assert "the program of one rank" in err and "give the unsplit model" in err
     whole = unsplit(tmp_path, [op("Identity", ["x"], ["y"])], [4, 2])
     assert not onnxpar.verify(whole, par).ok
+
+
+def test_an_output_whose_size_data_decide(tmp_path: Path) -> None:
+    """Ranks hold all of it."""
+    text = "found (float[6,4] x) => (int64[2,K] y) { r = Relu(x)  y = NonZero(r) }"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
+    onnx.save(model, tmp_path / "model.onnx")
+    onnxpar.shard(tmp_path / "model.onnx", tmp_path / "model.par", devices=2)
+    result = onnxpar.verify(tmp_path / "model.onnx", tmp_path / "model.par")
+    assert result.ok and result.proved["whole"] == 1, result.text()

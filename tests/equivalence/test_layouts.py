@@ -9,8 +9,7 @@ import pytest
 
 from onnxpar.base.errors import DamagedError
 from onnxpar.equivalence.layouts import MeshReader, families_of
-from onnxpar.equivalence.proof import covers
-from onnxpar.equivalence.spans import Families
+from onnxpar.equivalence.spans import Families, covers
 from onnxpar.layout.dims import Concat, Dim, Factor, Product
 from onnxpar.layout.layout import Layout, indices
 from onnxpar.layout.mesh import Axis, Mesh

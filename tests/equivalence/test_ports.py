@@ -305,3 +305,13 @@ def test_parts_of_a_sum_that_were_exchanged(tmp_path: Path) -> None:
     ranks = [(text, part(rank, rows=np.array([4, 4]))) for rank in range(2)]
     result = verified(tmp_path, (MODEL, W), ranks, TP)
     assert [failure.tensor for failure in result.failures] == ["y"], result.text()
+
+
+@pytest.mark.parametrize("stop, ok", [(20, True), (21, False)])
+def test_a_cut_of_what_data_size(stop: int, ok: bool, tmp_path: Path) -> None:
+    """Of 24 elements, between none and all are not zero."""
+    model = """g (float[4,6] x) => (int64[2,K] y) {
+        at = NonZero(x) y = Slice(at, start, stop, axis) }"""
+    values = {"start": np.array([0]), "stop": np.array([20]), "axis": np.array([1])}
+    rank = (model, {**values, "stop": np.array([stop])})
+    assert verified(tmp_path, (model, values), [rank] * 2, TP).ok is ok
