@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,7 +23,8 @@ ScatterElements CumSum Cast Range Shape OneHot
 _INDEXED = {"Gather": 0, "GatherElements": 0, "ScatterElements": 0, "OneHot": 1}
 
 
-_CLASSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+CLASSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+"""Ops that read classes, and ignore one."""
 
 
 class Draws:
@@ -38,13 +40,16 @@ class Draws:
         self.edges = np.array(edges or [0], np.int64)
         self.is_exact = all(node.domain == "" and node.op in _EXACT.split() for node in nodes)
         self.bound = _bound(model, nodes)
+        self.marks = [*_marks(model, nodes)]
         self.words = ["", "another", *_words(nodes)]
-        self.has_negative = not any(node.op in _CLASSES for node in nodes)
+        self.has_negative = not any(node.op in CLASSES for node in nodes)
         self.has_zeros = any(node.op == "NonZero" for node in nodes)
 
     def narrow(self) -> bool:
         """Draws whole numbers from a smaller range from now on; False if there is none."""
-        if self.has_negative:
+        if self.marks:
+            self.marks = []
+        elif self.has_negative:
             self.has_negative = False
         elif self.bound > 1:
             self.bound //= 2
@@ -94,9 +99,22 @@ class Draws:
             low = min(low, high - 1)
         if number % 2:
             edges = self.edges[(self.edges >= low) & (self.edges < high)]
-            edges = np.concatenate([edges, [low, high - 1]])
+            edges = np.array([*edges, low, high - 1, *self.marks])
             return random.choice(edges, shape).astype(dtype)
         return random.integers(low, high, shape).astype(dtype)
+
+
+def _marks(model: Program, nodes: Sequence[Node]) -> Iterator[int]:
+    """Yields the whole numbers that mean something of their own: classes that are ignored, and what
+    nodes compare with."""
+    for node in nodes:
+        if "ignore_index" in node.attrs:
+            yield int(node.attrs["ignore_index"])
+        for name in node.inputs if node.op == "Equal" else ():
+            if name in model.constants and math.prod(model.constants.shape(name)) == 1:
+                value = model.constants[name].reshape(())
+                if value.dtype.kind == "i":
+                    yield int(value)
 
 
 def _words(nodes: Sequence[Node]) -> Iterator[str]:
@@ -112,7 +130,7 @@ def _bound(model: Program, nodes: Sequence[Node]) -> int:
     """The number of positions that indices may have in all nodes that read some."""
     bounds = []
     for node in nodes:
-        if node.domain or node.op not in (*_INDEXED, *_CLASSES, "GatherND", "ScatterND"):
+        if node.domain or node.op not in (*_INDEXED, *CLASSES, "GatherND", "ScatterND"):
             continue
         name = node.inputs[0]
         shape = model.shapes.get(name)
@@ -121,6 +139,6 @@ def _bound(model: Program, nodes: Sequence[Node]) -> int:
         if not shape:
             continue
         axis = int(node.attrs.get("axis", 0)) if node.op in _INDEXED else 0
-        axis = 1 if node.op in _CLASSES else axis
+        axis = 1 if node.op in CLASSES else axis
         bounds.append(min(shape) if node.op.endswith("ND") else shape[axis % len(shape)])
     return max(min(bounds, default=5), 1)

@@ -30,7 +30,9 @@ class Proof:
         self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
         self.collectives = 0
         self.weights = Weights(model, ranks, bundle, self.families)
-        self.walk = Walk(model, ranks, self.families, self.weights, seed, bundle.ranges)
+        pairs = bundle.plan.get("states", ())
+        zero = {p["input"]: p["output"] for p in pairs if p.get("initial") == "zero"}
+        self.walk = Walk(model, ranks, self.families, self.weights, seed, bundle.ranges, zero)
 
     def run(self) -> Iterator[Failure]:
         """Yields where the proof ends; nothing if ranks compute all outputs."""
@@ -114,7 +116,9 @@ class Proof:
                 yield Failure("state", wanted, text)
         for pair in self.bundle.plan.get("states", ()):
             source, result = ports[pair["input"]], ports[pair["output"]]
-            if pair["output"] in self.model.outputs and not self._is_carried(source, result):
+            if pair["output"] in self.ranks.programs[0].outputs and not self._is_carried(
+                source, result
+            ):
                 text = "ranks keep other positions of it than they read in the next run"
                 yield Failure("state", pair["output"], text)
 

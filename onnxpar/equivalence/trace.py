@@ -8,7 +8,9 @@ those of some positions of one tensor of the model stands for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from onnxpar.equivalence.program import Node, Program
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.runs import Runs
 from onnxpar.equivalence.spans import Families
+from onnxpar.equivalence.two_bits import TwoBitSum, two_bit_sums
 
 MOVED = frozenset([*RESHAPES, "Transpose", "Concat", "Split", "Slice", "Gather", "Identity"])
 """The ops whose results `move` computes."""
@@ -54,7 +57,7 @@ class Trace:
 
     def __init__(
         self, model: Program, ranks: Ranks, families: Families, relations: Relations,
-        collectives: Collectives,
+        collectives: Collectives, states: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.model, self.shapes = model, model.shapes
         self.ranks, self.families, self.relations = ranks, families, relations
@@ -64,6 +67,9 @@ class Trace:
         self.terms: set[str] = set()
         self._reasons: dict[tuple[str, str], dict[str, None]] = {}
         self.narrowed = {*_narrowed(model, ranks)}
+        self._states = states
+        self._sums: dict[int, list[TwoBitSum]] | None = None
+        self._results: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self.numbers: dict[str, _Numbers] = {}
 
     def run(self) -> Iterator[Held]:
@@ -71,6 +77,9 @@ class Trace:
         self.numbers.clear()
         for node in self.ranks.nodes:
             first = node.first
+            for own in self._two_bit_sums().get(node.number, ()):
+                with suppress(NotShown):
+                    self._add_up(own)
             op = first.op.removeprefix("Start") if first.domain == PLUGIN else first.op
             is_moved = op in (*MOVED, "Gate") and first.domain in ("", PLUGIN)
             is_sent = first.domain == PLUGIN and op in _COLLECTIVES
@@ -126,6 +135,28 @@ class Trace:
             self.kinds.append(kind)
         return self.kinds.index(kind)
 
+    def _two_bit_sums(self) -> Mapping[int, list[TwoBitSum]]:
+        """The sums of which ranks send two bits, by the number of the collective. Ask once
+        constants are folded."""
+        if self._sums is None:
+            self._sums = {}
+            for own in two_bit_sums(self.ranks, self.model.inputs, self._states):
+                self._sums.setdefault(own.gather.number, []).append(own)
+        return self._sums
+
+    def _add_up(self, own: TwoBitSum) -> None:
+        """Gives the results of sums of which ranks send two bits the numbers of the sums."""
+        parts = self._of(own.parts)
+        attrs = self.collectives.attributes(own.gather)
+        sizes = tuple(math.prod(part.shape) for part in parts)
+        key = own.gather.number, sizes
+        if key not in self._results:
+            groups = [attr["group"] for attr in attrs]
+            self._results[key] = own.results(self.ranks, sizes, groups)
+        if self._results[key]:
+            summed = self._reduced(parts, attrs, own.gather.first.name, "sent in 2 bits")
+            self.numbers |= dict.fromkeys(self._results[key], summed)
+
     def _cast(self, node: RankNode) -> _Numbers:
         """Ranks cast parts of a sum to fewer bits before they add them up, and the sum back."""
         result, to = node.first.outputs[0], int(node.first.attrs["to"])
@@ -136,7 +167,6 @@ class Trace:
                 term, partial, wire = self.kinds[kind]
                 if wire and not partial and to == self.model.types.get(term):
                     after: _Kind = term, (), ""
-                    self.terms.add(term)
                 elif not wire and partial and result in self.narrowed:
                     after = term, partial, _HALVES[to]
                 else:
@@ -201,7 +231,10 @@ class Trace:
             raise NotShown(f"rank {rank} gets zeros")
         return parts[source]
 
-    def _reduced(self, own: _Numbers, attrs: Sequence[Mapping[str, Any]], name: str) -> _Numbers:
+    def _reduced(
+        self, own: _Numbers, attrs: Sequence[Mapping[str, Any]], name: str, how: str = ""
+    ) -> _Numbers:
+        """The whole results of parts; `how` says in which way they are added up in fewer bits."""
         results = []
         for rank, attr in enumerate(attrs):
             group = [int(m) for m in attr["group"]]
@@ -211,13 +244,13 @@ class Trace:
             kinds = starts // _PLACES
             for kind in np.unique(kinds).tolist():
                 term, partial, wire = self.kinds[kind]
-                if wire:
-                    self._assume(name, term, f"added up in {wire}")
                 if not partial:
                     raise NotShown(f"{term!r} would be counted once for each member")
                 for part in partial:
                     if part.op != attr.get("op", "sum") or not part.family.covers(group, part.size):
                         raise NotShown(f"members have not all parts of {term!r}")
+                if how or wire:
+                    self._assume(name, term, how or f"added up in {wire}")
                 whole = self._number((term, (), wire))
                 starts = np.where(kinds == kind, starts + (whole - kind) * _PLACES, starts)
             results.append(Runs(own[rank].shape, starts, own[rank].counts))
@@ -226,6 +259,7 @@ class Trace:
     def _assume(self, name: str, term: str, how: str) -> None:
         """Takes the result of a collective for the sum of a tensor's parts, which are added up in
         fewer bits."""
+        self.terms.add(term)
         terms = self._reasons.setdefault((name, how), {})
         terms[term] = None
         self.assumed[name] = f"what is {how} is taken for the sum: {', '.join(terms)}"

@@ -89,6 +89,7 @@ class Walk:
     def __init__(
         self, model: Program, ranks: Ranks, families: Families,
         weights: Weights, seed: int, ranges: Mapping[str, tuple[int, int]],
+        states: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.weights = weights
         self.notes: dict[str, str] = {}
@@ -100,7 +101,7 @@ class Walk:
         self.model, self.ranks, self.families = model, ranks, families
         self.relations = Relations()
         self.collectives = Collectives(ranks, families)
-        self.trace = Trace(model, ranks, families, self.relations, self.collectives)
+        self.trace = Trace(model, ranks, families, self.relations, self.collectives, states)
         self.lookups = Lookups(ranks, families, self.relations)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
@@ -119,7 +120,7 @@ class Walk:
     def inside(self, model: Program, ranks: Ranks) -> Walk:
         """The walk through a body of the model, and that of a node of ranks."""
         weights, sampler = self.weights.inside(model, ranks), self.sampler
-        return Walk(model, ranks, self.families, weights, sampler.seed, sampler.draw_ranges)
+        return Walk(model, ranks, self.families, weights, sampler.seed, sampler.draw_ranges, {})
 
     def fold(self) -> None:
         """Computes the tensors of ranks that depend on constants alone, also what ranks send each

@@ -16,7 +16,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.draws import Draws
+from onnxpar.equivalence.draws import CLASSES, Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
@@ -369,11 +369,12 @@ class Sampler:
     ) -> list[Held]:
         """Of relations that hold but for rounding in float32, those that do not in float64: there,
         a term much smaller than another one is not lost. Only where ranks have no other numbers
-        than the model, which may be rounded, and where there are kernels."""
+        than the model, which may be rounded, and where there are kernels: those of losses round."""
         kinds = {each.attrs.get("to") for each in (*window.nodes, *(n.first for n in nodes))}
         kinds |= {self.model.types.get(name, 1) for name in window.reads}
         exact = [h for h in found if self._has_exact_numbers(window, h)]
-        if draws.is_exact or kinds & _NARROW or not exact:
+        has_kernels = not any(node.op in CLASSES for node in window.nodes)
+        if draws.is_exact or kinds & _NARROW or not exact or not has_kernels:
             return []
         wrong: dict[int, Held] = {}
         for number in range(MOST_DRAWS, MOST_DRAWS + 3):
@@ -476,7 +477,7 @@ class Sampler:
         }
         for term in window.reads:
             for held in self.relations.by_term.get(term, ()):
-                if held.name in read:
+                if held.name in read or any(part.op != "sum" for part in held.partial):
                     continue
                 for rank, part in enumerate(
                     parts_of(held, values[term], self.ranks.size, draws, number)
@@ -588,8 +589,8 @@ def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) ->
     if not held.partial:
         yield from wholes
         return
-    if any(p.op != "sum" for p in held.partial) or value.dtype == bool:
-        raise NotComputed(f"{held.name} is a part of another reduction than a sum")
+    if value.dtype == bool:
+        raise NotComputed(f"{held.name} is a part of a sum of truths")
     parts: dict[int, Array] = {}
     for rank in range(ranks):
         if rank in parts:

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from agreement import options
 from onnx import numpy_helper
-from strategy.test_manual import by_hand, how, normal, op, program
+from strategy.test_manual import HALO, HALO_NUMBERS, by_hand, how, normal, op, program
 from trainer.test_length_buckets import LENGTHS, write
 from training.steps import MLP, write_step
 
@@ -188,22 +188,9 @@ def test_a_manual_program_against_the_unsplit_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_manual_halo(is_right: bool, tmp_path: Path) -> None:
     """Parts with their neighbours' edges; and with the last padding on another rank."""
-    nodes = [
-        by_hand("NeighborExchange", ["x"], ["wide"], axis=2, before=[0, 1, 1], after=[1, 1, 0]),
-        by_hand("Rank", [], ["rank"]),
-        op("Equal", ["rank", "zero"], ["first"]),
-        op("Equal", ["rank", "last rank"], ["last"]),
-        op("Where", ["first", "one", "none"], ["left"]),
-        op("Where", ["last", "one", "none"], ["right"]),
-        op("Concat", ["nones", "left", "nones", "right"], ["pads"], axis=0),
-        op("Pad", ["wide", "pads"], ["padded"]),
-        op("Conv", ["padded", "w"], ["y"]),
-    ]
     w = normal(1, 1, 3)
-    numbers = {"zero": np.array(0), "last rank": np.array(2 if is_right else 1)}
-    rows = {"one": np.array([1]), "none": np.array([0]), "nones": np.array([0, 0])}
-    weights = {**numbers, **rows, "w": w}
-    path = program(tmp_path, nodes, {"x": [1, 1, 4]}, {"y": [1, 1, 4]}, **weights)
+    weights = {**HALO_NUMBERS, "two": np.array(2 if is_right else 1), "w": w}
+    path = program(tmp_path, HALO, {"x": [1, 1, 4]}, {"y": [1, 1, 4]}, **weights)
     space = [None, None, "r"]
     sharder.shard(path, tmp_path / "m.par", how("r=3", {"x": space, "y": space}))
     conv = op("Conv", ["x", "w"], ["y"], pads=[1, 1])
@@ -230,3 +217,45 @@ def test_an_output_whose_size_data_decide(tmp_path: Path) -> None:
     onnxpar.shard(tmp_path / "model.onnx", tmp_path / "model.par", devices=2)
     result = onnxpar.verify(tmp_path / "model.onnx", tmp_path / "model.par")
     assert result.ok and result.proved["whole"] == 1, result.text()
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 2", "zero1 2", "hybrid dp=2,tp=2"])
+def test_sums_of_two_bits_are_assumed(layout: str, tmp_path: Path) -> None:
+    step, par = compressed(tmp_path, layout, "2bit")
+    result = onnxpar.verify(step, par)
+    assert result.ok, result.text()
+    ((name, reason),) = result.assumed.items()
+    assert name == "AllGather_compressed.1::codes" and "Gemm_h.grad/Gemm.2" in reason
+    assert not onnxpar.verify(step, par, least="sampled").ok
+
+
+def test_faults_in_sums_of_two_bits_are_refused(tmp_path: Path) -> None:
+    """Codes in other places of a byte, another threshold on a rank, and lost remainders."""
+    step, par = compressed(tmp_path, "data-parallel 2", "2bit")
+    files = [par / f"rank_000{rank}.onnx" for rank in range(2)]
+    kept = [file.read_bytes() for file in files]
+    for name in ("weights", "threshold"):
+        change(files[1], f"compressed.1::{name}")
+        assert not onnxpar.verify(step, par).ok
+        files[1].write_bytes(kept[1])
+    for file in files:
+        model = onnx.load(file)
+        names = {name: node for node in model.graph.node for name in node.output}
+        row = names[names["w3.residual.next::piece"].input[0]]
+        row.input[2] = row.input[1]
+        onnx.save(model, file)
+    assert not onnxpar.verify(step, par).ok
+
+
+def test_a_loss_counts_the_samples_that_it_does_not_ignore(tmp_path: Path) -> None:
+    """Ranks divide by all samples: that is right only if no label is ignored."""
+    step, par = write_step(WIDE, tmp_path), tmp_path / "step.par"
+    sharder.shard(step, par, options("hybrid dp=2,tp=2"))
+    assert onnxpar.verify(step, par).ok
+    for file in par.glob("rank_*.onnx"):
+        model = onnx.load(file)
+        (loss,) = (node for node in model.graph.node if node.name == "loss/Div.15")
+        loss.op_type = "Identity"
+        del loss.input[1]
+        onnx.save(model, file)
+    assert "loss/Div.15" in {failure.tensor for failure in onnxpar.verify(step, par).failures}

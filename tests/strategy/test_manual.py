@@ -211,28 +211,31 @@ def test_bounds_move_between_parts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(n, [3, 1, 3, 1])
 
 
+HALO = [
+    by_hand("NeighborExchange", ["x"], ["wide"], axis=2, before=[0, 1, 1], after=[1, 1, 0]),
+    by_hand("Rank", [], ["rank"]),
+    op("Equal", ["rank", "zero"], ["first"]),
+    op("Equal", ["rank", "two"], ["last"]),
+    op("Where", ["first", "one", "none"], ["left"]),
+    op("Where", ["last", "one", "none"], ["right"]),
+    op("Concat", ["nones", "left", "nones", "right"], ["pads"], axis=0),
+    op("Pad", ["wide", "pads"], ["padded"]),
+    op("Conv", ["padded", "w"], ["y"]),
+]
+"""A convolution over three neighbours, of parts with neighbours' edges, over 3 ranks."""
+HALO_NUMBERS = {
+    "zero": np.array(0),
+    "two": np.array(2),
+    "one": np.array([1]),
+    "none": np.array([0]),
+    "nones": np.array([0, 0]),
+}
+
+
 def test_a_halo(tmp_path: Path) -> None:
     """A sum of three neighbours, over parts with their neighbours' edges."""
-    nodes = [
-        by_hand("NeighborExchange", ["x"], ["wide"], axis=2, before=[0, 1, 1], after=[1, 1, 0]),
-        by_hand("Rank", [], ["rank"]),
-        op("Equal", ["rank", "zero"], ["first"]),
-        op("Equal", ["rank", "two"], ["last"]),
-        op("Where", ["first", "one", "none"], ["left"]),
-        op("Where", ["last", "one", "none"], ["right"]),
-        op("Concat", ["nones", "left", "nones", "right"], ["pads"], axis=0),
-        op("Pad", ["wide", "pads"], ["padded"]),
-        op("Conv", ["padded", "w"], ["y"]),
-    ]
-    weights = {
-        "zero": np.array(0),
-        "two": np.array(2),
-        "one": np.array([1]),
-        "none": np.array([0]),
-        "nones": np.array([0, 0]),
-        "w": np.ones((1, 1, 3), np.float32),
-    }
-    path = program(tmp_path, nodes, {"x": [1, 1, 4]}, {"y": [1, 1, 4]}, **weights)
+    weights = {**HALO_NUMBERS, "w": np.ones((1, 1, 3), np.float32)}
+    path = program(tmp_path, HALO, {"x": [1, 1, 4]}, {"y": [1, 1, 4]}, **weights)
     x = normal(1, 1, 12)
     space = {"x": [None, None, "s"], "y": [None, None, "s"]}
     _, (y,) = run(path, how("s=3", space), x=x)
