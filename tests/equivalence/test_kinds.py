@@ -249,12 +249,12 @@ def test_faults_in_sums_of_two_bits_are_refused(tmp_path: Path) -> None:
 
 def test_a_loss_counts_the_samples_that_it_does_not_ignore(tmp_path: Path) -> None:
     """Ranks divide by all samples: that is right only if no label is ignored."""
-    step, par = write_step(WIDE, tmp_path), tmp_path / "step.par"
+    step, par = write_step(WIDE, tmp_path, optimizer="adamw"), tmp_path / "step.par"
     sharder.shard(step, par, options("hybrid dp=2,tp=2"))
     assert onnxpar.verify(step, par).ok
-    for file in par.glob("rank_*.onnx"):
+    for file in par.glob("rank_????.onnx"):
         model = onnx.load(file)
-        (loss,) = (node for node in model.graph.node if node.name == "loss/Div.15")
+        (loss,) = (node for node in model.graph.node if "loss/Div.15" in node.output)
         loss.op_type = "Identity"
         del loss.input[1]
         onnx.save(model, file)
