@@ -156,9 +156,36 @@ def split_model() -> str:
     return picture(520, 424, "A model, and its two ranks", marks)
 
 
+def node_proof() -> str:
+    """How the second product of the perceptron is proved: what ranks hold before and behind it."""
+    marks = [text(290, 26, "MatMul of the model: y = r x w2", 15, MONO)]
+    at = {"r": 100, "w2": 216, "p": 340, "y": 520}
+    captions = {
+        "r": ("related before", "columns"),
+        "w2": ("compared with the", "model's: rows"),
+        "p": ("lemma: a part of", "the sum over rows"),
+        "y": ("arithmetic: all parts,", "each once: the whole"),
+    }
+    for rank, y in ((0, 60), (1, 150)):
+        colour, mine = COLOURS[rank], slice(2 * rank, 2 * rank + 2)
+        rows = np.zeros((4, 4), bool)
+        rows[mine] = True
+        marks.append(text(40, y + 28, f"rank {rank}", 14, f"{FONT} font-weight='bold'"))
+        for name, held in (("r", rows.T), ("w2", rows), ("p", rows | True), ("y", rows | True)):
+            marks += grid(at[name] - 24, y, held, COLOURS[2] if name == "y" else colour)
+            marks.append(text(at[name], y + 64, name, 13, MONO))
+        marks += [text(158, y + 30, "x", 18), arrow(250, y + 24, 306, y + 24)]
+        marks += [arrow(370, y + 24, 400, y + 24), arrow(462, y + 24, 488, y + 24)]
+    marks += [box(402, 54, 58, 150, "#fff9c4", "rx='6'")]
+    marks += [text(431, 124, "All-", 13), text(431, 140, "Reduce", 13)]
+    for name, lines in captions.items():
+        marks += [text(at[name], 244 + 17 * i, line, 12) for i, line in enumerate(lines)]
+    return picture(600, 276, "The proof of one node", marks)
+
+
 def pictures() -> dict[str, str]:
     """All pictures, by name of the file."""
-    return {"split.svg": split_model(), **layouts()}
+    return {"node-proof.svg": node_proof(), "split.svg": split_model(), **layouts()}
 
 
 if __name__ == "__main__":
