@@ -112,12 +112,12 @@ class Verification:
                 lines += [f"  {line}" for line in failure.details]
         counts = [f"{self.proved.get(how, 0)} {text}" for how, text in HOW.items()]
         done = sum(self.proved.values())
-        lines.append(f"  {self.nodes} nodes over {self.ranks} ranks: {', '.join(counts)}")
+        lines.append(f"  {_count(self.nodes, 'node')} over {self.ranks} ranks: {', '.join(counts)}")
         if done < self.nodes:
-            lines.append(f"  {self.nodes - done} nodes are not proved")
+            lines.append(f"  not proved: {_count(self.nodes - done, 'node')}")
         lines += [f"  assumed: {name}: {reason}" for name, reason in self.assumed.items()]
         if not any(failure.kind == "order" for failure in self.failures):
-            lines.append(f"  {self.collectives} collectives, in one order on all ranks")
+            lines.append(f"  {_count(self.collectives, 'collective')}, in one order on all ranks")
         lines.append(f"  {self.compared:,} bytes of ranks' weights and constants are the model's")
         if self.weights != "all":
             lines[-1] += _COMPARED[self.weights]
@@ -136,3 +136,7 @@ class Verification:
         shown = [",".join(f"{n}={s}" for n, s in each.items()) for each in self.sizes]
         more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
         return f"tested at {'; '.join(shown[:3])}{more}; not proved for others"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
