@@ -65,7 +65,7 @@ def test_names_of_onnxpar() -> None:
     assert rank_name(3, "states.onnx") == "rank_0003.states.onnx"
     own = (
         "plan.json",
-        "paged.onnx",
+        "rewritten.onnx",
         "shared.weights",
         shared_name(12),
         rank_name(3, "evaluation.onnx"),
