@@ -9,8 +9,9 @@ from pathlib import Path
 from onnxpar.base.errors import ModelError
 
 PLAN = "plan.json"
-PAGED = "paged.onnx"
-"""The decoder with caches in pages that the loader made of the model, without weights."""
+REWRITTEN = "rewritten.onnx"
+"""The graph that the loader made of a model and that ranks compute, without weights: a decoder with
+caches in pages, or that branch of a file which a decoder takes."""
 ENCODER_PART = "encoder"
 """The folder, in that of a sharded encoder-decoder, that holds its encoder."""
 GENAI = "genai_config.json"
@@ -37,7 +38,7 @@ SHARED = "shared.weights"
 """The weights that all ranks hold."""
 
 _OWN = re.compile(
-    r"plan\.json|paged\.onnx|shared(_\d{4,})?\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)|"
+    r"plan\.json|rewritten\.onnx|shared(_\d{4,})?\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)|"
     + "|".join(map(re.escape, CARRIED))
 )
 _GRAPH = re.compile(r"rank_(\d{4,})\.([\w-]+\.)?onnx")

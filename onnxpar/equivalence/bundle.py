@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.base.bundle_names import REWRITTEN
 from onnxpar.base.errors import DamagedError, InputError, ModelError
 from onnxpar.equivalence.evaluate import SUPPORTED
 from onnxpar.equivalence.layouts import MOST_POSITIONS, MeshReader, families_of
@@ -36,8 +37,6 @@ MOST_TEXT = 1 << 14
 """The most characters of an expression of sizes."""
 MOST_VALUE = 1 << 80
 """The largest value of a part of an expression of sizes."""
-PAGED = "paged.onnx"
-"""The decoder with caches in pages that the loader made of the model, without weights."""
 SIZES = "onnxpar.sizes"
 """The input of ranks with the values of open sizes."""
 _BY_HAND = SUPPORTED - {"Gate"} | {"Send", "Recv", "Rank", "GroupSize"}
@@ -202,10 +201,10 @@ class Bundle:
         return found
 
     @property
-    def paged(self) -> Path | None:
+    def rewritten(self) -> Path | None:
         """The file with the graph that ranks compute in place of the model's; None if there is
         none."""
-        path = self.folder / PAGED
+        path = self.folder / REWRITTEN
         return path if path.exists() else None
 
     def model(self, path: Path) -> Program:
@@ -217,7 +216,7 @@ class Bundle:
         }
         is_open = self.sizes and self.length is None
         given = shapes if is_open else None
-        program = read_program(path, self.files, self.fed, given, self.paged)
+        program = read_program(path, self.files, self.fed, given, self.rewritten)
         if any(node.domain == PLUGIN and node.op in _BY_HAND for node in program.nodes):
             raise InputError(
                 f"{path} is the program of one rank, with collectives of its own: give the unsplit "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -227,9 +228,7 @@ def read_program(
     default values are constants, unless they are among `fed`. `shapes` has shapes of inputs, in
     place of those of the file. `graph` is a file with other nodes and ports for the model's
     weights, which are inputs there. Errors: ModelError."""
-    proto = load(path)
-    if graph is not None:
-        proto = _with_weights(load(graph), graph, proto, path, fed)
+    proto = load(path) if graph is None else _with_weights(load(graph), graph, path, fed)
     if shapes:
         _set_shapes(proto.graph, shapes)
     program = _program(proto, path, files, fed, Pool())
@@ -237,26 +236,42 @@ def read_program(
     return program
 
 
-def _with_weights(
-    graph: ModelProto, file: Path, model: ModelProto, path: Path, fed: Collection[str]
-) -> ModelProto:
-    """A graph whose inputs that no run gets are the weights of a model. Errors: ModelError if the
-    model has no such weights."""
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+def _with_weights(graph: ModelProto, file: Path, path: Path, fed: Collection[str]) -> ModelProto:
+    """A graph whose inputs that no run gets are weights of a model, and of other files beside it
+    that the graph names. Errors: ModelError if they have no such weights."""
+    stored = {
+        prefix: {t.name: t for t in load(path.parent / name).graph.initializer}
+        for prefix, name in _weight_files(graph, file, path).items()
+    }
     ports = [*graph.graph.input]
     del graph.graph.input[:]
     for port in ports:
         if port.name in fed:
             graph.graph.input.append(port)
             continue
-        tensor, own = weights.get(port.name), port.type.tensor_type
+        prefix = max((p for p in stored if port.name.startswith(p)), key=len)
+        tensor, own = stored[prefix].get(port.name[len(prefix) :]), port.type.tensor_type
         shape = [dim.dim_value for dim in own.shape.dim]
         if tensor is None or ([*tensor.dims], tensor.data_type) != (shape, own.elem_type):
             raise ModelError(
                 f"{file} was not made from {path}: it reads a weight {port.name!r:.80}"
             )
-        graph.graph.initializer.append(tensor)
+        graph.graph.initializer.add().CopyFrom(tensor)
+        graph.graph.initializer[-1].name = port.name
     return graph
+
+
+def _weight_files(graph: ModelProto, file: Path, path: Path) -> dict[str, str]:
+    """The names of the files beside a model with the weights of a graph, by the prefix that their
+    names have in it. Errors: ModelError."""
+    text = {entry.key: entry.value for entry in graph.metadata_props}.get("onnxpar.weights", "{}")
+    try:
+        found = {str(prefix): str(name) for prefix, name in json.loads(text).items()}
+    except (ValueError, RecursionError, AttributeError):
+        found = {"": "/"}
+    if any(Path(name).name != name for name in found.values()):
+        raise ModelError(f"{file} names files of weights that are none")
+    return found | {"": path.name}
 
 
 def read_rank(path: Path, files: WeightFiles, fed: Collection[str], pool: Pool) -> Program:

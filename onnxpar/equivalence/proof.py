@@ -177,12 +177,15 @@ class Proof:
 
 
 def _states_of(model: Program) -> list[tuple[str, str]]:
-    """The states that a training step says it has: each input, and the output that it becomes."""
+    """The states that a training step, or a graph of the loader, says it has: each input, and the
+    output that it becomes."""
     try:
         slots = json.loads(model.metadata.get("onnxpar.training", "{}")).get("slots", ())
-        return [(str(slot["input"]), str(slot["output"])) for slot in slots]
+        pairs = json.loads(model.metadata.get("onnxpar.states", "[]"))
+        found = [(str(slot["input"]), str(slot["output"])) for slot in slots]
+        return [*found, *((str(source), str(result)) for source, result in pairs)]
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        raise ModelError(f"{model.path}: 'onnxpar.training' is damaged") from None
+        raise ModelError(f"{model.path}: what it says of its states is damaged") from None
 
 
 def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:

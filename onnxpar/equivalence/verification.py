@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
@@ -53,8 +54,10 @@ class Verification:
     proved       the number of nodes by how they were proved
     sampled      the first results of the nodes that were compared on drawn values
     assumed      what is believed without proof, and why: by the name of a node's first result, or
-                 of a file
-    files        the models that were given beside `model`: steps of shorter samples
+                 of a file in the folder
+    files        the models that were proved beside `model`: steps of shorter samples, an encoder
+    rewritten    the models that ranks compute as the loader rewrote them: by name, the file in the
+                 folder that has the graph
     sizes        the values of open sizes for which the proof was made, one set after the other;
                   counts are those of the first
     ranges       the integers [low, high) of inputs for which it holds
@@ -73,6 +76,7 @@ class Verification:
     sampled: tuple[str, ...]
     assumed: Mapping[str, str]
     files: tuple[str, ...]
+    rewritten: Mapping[str, str]
     sizes: tuple[Mapping[str, int], ...]
     ranges: Mapping[str, tuple[int, int]]
     collectives: int
@@ -85,6 +89,20 @@ class Verification:
     def ok(self) -> bool:
         """True if the ranks compute the model."""
         return not self.failures
+
+    def joined(self, other: Verification, folder: str) -> Verification:
+        """The result for this folder and for a folder in it."""
+        rewritten = {model: f"{folder}/{file}" for model, file in other.rewritten.items()}
+        assumed = {f"{folder}/{name}": reason for name, reason in other.assumed.items()}
+        return replace(
+            self, outputs=(*self.outputs, *other.outputs), nodes=self.nodes + other.nodes,
+            proved=dict(Counter(self.proved) + Counter(other.proved)),
+            sampled=(*self.sampled, *other.sampled), files=(*self.files, other.model),
+            assumed={**self.assumed, **assumed}, rewritten={**self.rewritten, **rewritten},
+            sizes=(*self.sizes, *other.sizes), collectives=self.collectives + other.collectives,
+            compared=self.compared + other.compared, failures=(*self.failures, *other.failures),
+            seconds=self.seconds + other.seconds,
+        )  # fmt: skip
 
     def text(self) -> str:
         """What the command prints."""
@@ -103,7 +121,7 @@ class Verification:
     def _lines(self) -> list[str]:
         if self.ok:
             shown = ", ".join(self.outputs[:4]) + (", ..." if len(self.outputs) > 4 else "")
-            models = ", ".join([self.model, *self.files])
+            models = ", ".join(map(self._named, [self.model, *self.files]))
             lines = [f"the ranks of {self.folder} compute {models}: {shown}"]
         else:
             lines = []
@@ -129,6 +147,11 @@ class Verification:
             "  relies on: lemmas, which are tested; onnxruntime's kernels; the plugin; the session"
         )
         return lines
+
+    def _named(self, model: str) -> str:
+        """What ranks compute: a model, or the graph that the loader made of it."""
+        file = self.rewritten.get(model)
+        return model if file is None else f"{self.folder}/{file}, made of {model}"
 
     def _sizes(self) -> str:
         if not self.sizes:

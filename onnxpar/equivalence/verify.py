@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN, REWRITTEN
 from onnxpar.base.errors import InputError
 from onnxpar.equivalence.bodies import straighten
 from onnxpar.equivalence.bundle import SIZES, Bundle, outputs_of, read_bundle
@@ -36,7 +37,8 @@ def verify_bundle(
     arguments are those of `onnxpar.verify`.
 
     The compiler takes no part in it: the model and the files of ranks are read, and of plan.json,
-    or of ports.json, the mesh and the layouts of inputs and outputs. Errors: ModelError if a file
+    or of ports.json, the mesh and the layouts of inputs and outputs. The encoder of an
+    encoder-decoder is proved as well. Errors: ModelError if a file
     cannot be read; InputError if the folder is of a kind that cannot be verified, or an argument
     is wrong."""
     if least not in LEAST:
@@ -48,13 +50,16 @@ def verify_bundle(
     read = read_bundle(folder, model, dims or {}, weights)
     given = dict(read.sizes) if read.source == PORTS else dims or {}
     models, assumed = _pairs(read, [model, *shorter])
-    if read.paged is not None:
-        assumed[str(read.paged)] = (
-            f"the loader made it from {model}, with caches in pages, and ranks are proved against "
-            "it; that both compute the same is not proved"
+    if read.rewritten is not None:
+        assumed[REWRITTEN] = (
+            f"the loader made it of {model}, and ranks are proved against it; that both compute "
+            "the same is not proved"
         )
     folded = [_folded(own, path, given) for own, path in models]
     bundle, program = folded[0]
+    for port in read.plan["outputs"]:
+        if port["name"] not in program.outputs:
+            assumed[port["name"]] = "an output of ranks that the model does not have"
     prover = _Prover(Families(bundle.mesh.ranks), seed, place)
     parts = [prover.prove(*each) for each in folded]
     is_open = bundle.length is None
@@ -82,7 +87,7 @@ def verify_bundle(
     assumed |= {name: reason for part in parts for name, reason in part.assumed.items()}
     proved = [each for part in parts for each in part.proved.items()]
     failures = failures or [*_too_weak(proved, assumed, least)]
-    return Verification(
+    found = Verification(
         model=str(model), folder=str(folder), outputs=tuple(program.outputs),
         ranks=bundle.mesh.ranks, nodes=sum(part.nodes for part in parts),
         proved=dict(Counter(how for _, how in proved)),
@@ -90,9 +95,19 @@ def verify_bundle(
         files=tuple(map(str, shorter)), sizes=tuple(tested) if bundle.sizes and is_open else (),
         collectives=sum(part.collectives for part in parts),
         compared=sum(part.compared for part in parts), weights=weights,
+        rewritten={} if read.rewritten is None else {str(model): REWRITTEN},
         ranges=dict(bundle.ranges),
         failures=tuple(dict.fromkeys(failures)), seconds=time.perf_counter() - began,
     )  # fmt: skip
+    if not (folder / ENCODER_PART / PLAN).exists():
+        return found
+    part = read_bundle(folder / ENCODER_PART, model, {})
+    encoder = verify_bundle(
+        model.parent / Path(str(part.plan.get("model"))).name, part.folder,
+        dims={name: size for name, size in (dims or {}).items() if name in part.sizes},
+        least=least, weights=weights, seed=seed, keep=keep if found.ok else None,
+    )  # fmt: skip
+    return found.joined(encoder, ENCODER_PART)
 
 
 @dataclass
@@ -183,7 +198,7 @@ def _pairs(
         if other is not path:
             raise InputError(f"{path} takes samples of the same length as {other}")
     left = {
-        f"{bundle.folder}/rank_*.{each.programs()[0]}": (
+        f"rank_*.{each.programs()[0]}": (
             f"the program for {each.text()} is not proved; give its step with --shorter"
         )
         for each in lengths

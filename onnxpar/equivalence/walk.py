@@ -198,15 +198,24 @@ class Walk:
                 self.proved[self._makers[term].key] = "assumed"
 
     def _relate_sent(self) -> None:
-        """Relates the constants that ranks send each other."""
+        """Relates the constants that ranks send each other, or parts of."""
         terms = {name: term for term, names in self.weights.copies.items() for name in names}
         for node in self.ranks.nodes:
-            name = node.first.inputs[0] if node.first.inputs else ""
+            if node.first.domain != PLUGIN or not node.first.inputs:
+                continue
+            name = self._source(node.first.inputs[0])
             term = terms.get(name, name)
-            is_sent = node.first.domain == PLUGIN and term in self.model.constants
-            if is_sent and self.ranks.is_constant(name):
+            if term in self.model.constants and self.ranks.is_constant(name):
                 for held in self.weights.relate(term, name):
                     self.hold(held)
+
+    def _source(self, name: str) -> str:
+        """The tensor of ranks whose elements they moved to make this one."""
+        maker = self.ranks.makers.get(name)
+        while maker is not None and maker.first.domain == "" and maker.first.op in MOVES:
+            name = maker.first.inputs[0]
+            maker = self.ranks.makers.get(name)
+        return name
 
     def _push(self, number: int) -> None:
         if number not in self._queued:
@@ -257,9 +266,7 @@ class Walk:
 
     def _is_sent(self, name: str) -> bool:
         """True if an unknown tensor comes from a collective, by nodes that move elements."""
-        maker = self.ranks.makers.get(name)
-        while maker is not None and maker.first.domain == "" and maker.first.op in MOVES:
-            maker = self.ranks.makers.get(maker.first.inputs[0])
+        maker = self.ranks.makers.get(self._source(name))
         return maker is not None and maker.first.domain == PLUGIN
 
     def _prove(self, node: Node) -> None:

@@ -58,6 +58,13 @@ def read_part(proto: ModelProto, part: str, path: Path) -> tuple[ModelProto, lis
     return _with_projections(proto, path, _branch(first, False, files.first), files.first), []
 
 
+def weight_files(part: str | None, path: Path) -> dict[str, str]:
+    """Returns the names of the files with the weights of a part of a model, or of all of it (None),
+    by the prefix that their names have in it."""
+    files = encoder_decoder_in(path.parent) if part == ENCODER else None
+    return {"": path.name} | ({} if files is None else {_CUT: files.first.name})
+
+
 def drop_decoder(graph: gs.Graph) -> None:
     """Removes from the encoder's graph the nodes of the first decoder that no output needs, in
     place. Errors: ModelError if the projections still depend on an input of the decoder."""

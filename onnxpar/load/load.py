@@ -55,8 +55,8 @@ class Model:
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     fused     fused nodes of the file, which `graph` has taken apart
     original   the model before these rewrites; None if passes may change what the graph computes
-    paged      the model once its caches are in pages, as a file in which the weights of the model
-               are inputs; None if caches stay as they are
+    rewritten  the model once its caches are in pages, or one of its branches is taken, as a file
+               in which the weights of the model are inputs; None if ranks compute its own graph
     names      the names in the graph before passes
     anew       returns a new graph of the model, as it was before passes; None for a dump
     """
@@ -78,7 +78,7 @@ class Model:
     on_host: Sequence[str] = ()
     fused: Sequence[FusedNode] = ()
     original: StoredModel | None = None
-    paged: bytes | None = None
+    rewritten: bytes | None = None
     names: Names = field(default_factory=Names)
     anew: Callable[[], gs.Graph] | None = None
 
@@ -200,7 +200,7 @@ def _model(loading: Loading) -> Model:
         shared=loading.shared,
         fused=loading.fused,
         original=loading.original if step is None and not loading.has_own_types else None,
-        paged=loading.paged,
+        rewritten=loading.rewritten,
         names=names_of(graph),
         anew=loading.anew,
     )

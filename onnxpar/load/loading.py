@@ -75,9 +75,10 @@ class Loading:
     called    the names of tensors now, and in the file
     stored    names of the initializers of the file
     original  the model before rewrites that change what passes see
-    written   names of the initializers of the file, before rewrites
-    paged     the model once its caches are in pages, as a file in which the weights of the model
-              are inputs; None if caches stay as they are
+    written   names of the initializers of the file, or of a part of an encoder-decoder, before
+              rewrites
+    rewritten  the model once its caches are in pages, or one of its branches is taken, as a file
+               in which the weights of the model are inputs; None if ranks compute its own graph
     refusal   why onnxruntime does not load the model; None if it does
     defaults  values of inputs that need not be fed
     fixed      inputs with a default value that are constants, as the value may decide shapes
@@ -108,7 +109,7 @@ class Loading:
         self.shared: Mapping[str, int] = {}
         self.torch: dict[str, TorchName] = {}
         self.original: StoredModel | None = None
-        self.paged: bytes | None = None
+        self.rewritten: bytes | None = None
         self.refusal: Refusal | None = None
         self.defaults: dict[str, TensorProto] = {}
         self.fixed: list[str] = []

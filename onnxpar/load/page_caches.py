@@ -160,25 +160,6 @@ def page_caches(
     return pairs
 
 
-def without_weights(model: onnx.ModelProto, weights: Collection[str]) -> bytes:
-    """Returns a model as a file in which these initializers are inputs."""
-    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    own = model.graph
-    bare.graph.name = own.name
-    bare.graph.node.extend(own.node)
-    bare.graph.output.extend(own.output)
-    bare.graph.input.extend(own.input)
-    bare.graph.sparse_initializer.extend(own.sparse_initializer)
-    given = {port.name for port in own.input}
-    for tensor in own.initializer:
-        if tensor.name not in weights:
-            bare.graph.initializer.append(tensor)
-        elif tensor.name not in given:
-            port = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            bare.graph.input.append(port)
-    return bytes(bare.SerializeToString(deterministic=True))
-
-
 def _is_grouped(node: NodeProto) -> bool:
     return node.op_type == _GROUPED and node.domain == "com.microsoft"
 

@@ -26,18 +26,19 @@ from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import check_closed
 from onnxpar.graph.used_names import names_in
 from onnxpar.load.embedding_bags import add_up_bags
-from onnxpar.load.encoder_decoder import ENCODER, read_part
+from onnxpar.load.encoder_decoder import ENCODER, read_part, weight_files
 from onnxpar.load.functions import inlined
 from onnxpar.load.importer import Importer
 from onnxpar.load.kept_ranges import keep_ranges
 from onnxpar.load.loading import Loading
 from onnxpar.load.module_names import use_module_names
-from onnxpar.load.page_caches import page_caches, without_weights
+from onnxpar.load.page_caches import page_caches
 from onnxpar.load.read_file import check_all_stored, read_proto
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.load.tie import tie
 from onnxpar.load.tolerated import restate, restate_flags
 from onnxpar.load.untie import shared_vectors
+from onnxpar.load.without_weights import without_weights
 
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """Dtypes from which shapes are computed."""
@@ -47,10 +48,12 @@ def read(loading: Loading) -> None:
     """Reads the file; of an encoder-decoder, takes the requested part."""
     request = loading.request
     loading.proto = read_proto(loading.path)
-    loading.written = {tensor.name for tensor in loading.proto.graph.initializer}
     if request.part is not None:
         loading.proto, pairs = read_part(loading.proto, request.part, loading.path)
         loading.states += pairs
+    loading.written = {tensor.name for tensor in loading.proto.graph.initializer}
+    if request.part is not None:
+        _write_rewritten(loading)
     check_text(loading.proto, loading.path)
     loading.annotations = read_annotations(loading.proto)
 
@@ -81,7 +84,13 @@ def put_caches_in_pages(loading: Loading) -> None:
     """Puts the caches of a decoder in pages."""
     request = loading.request
     loading.states += page_caches(loading.proto, request.page_size, request.kv_dtype)
-    loading.paged = without_weights(loading.proto, loading.written)
+    _write_rewritten(loading)
+
+
+def _write_rewritten(loading: Loading) -> None:
+    """Keeps the graph as it is now, which is no longer that of the file, for a proof."""
+    files = weight_files(loading.request.part, loading.path)
+    loading.rewritten = without_weights(loading.proto, loading.written, files, loading.states)
 
 
 def tie_weights(loading: Loading) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxpar.base.bundle_names import ENCODER_PART, PAGED, PLAN
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN, REWRITTEN
 from onnxpar.base.digests import Digests, digests_of
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import new_folder
@@ -63,8 +63,7 @@ def write_bundle(
         with times.of(WRITE):
             for name, file in carried.items():
                 files.copy(name, file)
-            if ctx.model.paged is not None:
-                files.put(PAGED, ctx.model.paged)
+            _put_rewritten(files, ctx)
             if encoder is not None:
                 files.add(f"{ENCODER_PART}/{PLAN}", _write_encoder(folder, *encoder, ranks))
             write_plan(folder, data, files.digests())
@@ -79,8 +78,15 @@ def _write_encoder(folder: Path, plan: Plan, ctx: PassContext, ranks: Ranks) -> 
     part.mkdir()
     files = DigestedFolder(part, ranks)
     SplitRanks(files).run(ctx.model.graph, ctx)
+    _put_rewritten(files, ctx)
     write_plan(part, plan.to_json(), files.digests())
     return digests_of([part / PLAN])[PLAN]
+
+
+def _put_rewritten(files: DigestedFolder, ctx: PassContext) -> None:
+    """Writes the graph that ranks compute in place of the file's, if they do."""
+    if ctx.model.rewritten is not None:
+        files.put(REWRITTEN, ctx.model.rewritten)
 
 
 def _have_same_plan(first: Path, second: Path) -> bool:

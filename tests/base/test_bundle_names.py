@@ -63,7 +63,13 @@ def test_links_out_of_the_folder(tmp_path: Path) -> None:
 
 def test_names_of_onnxpar() -> None:
     assert rank_name(3, "states.onnx") == "rank_0003.states.onnx"
-    own = ("plan.json", "shared.weights", shared_name(12), rank_name(3, "evaluation.onnx"))
+    own = (
+        "plan.json",
+        "rewritten.onnx",
+        "shared.weights",
+        shared_name(12),
+        rank_name(3, "evaluation.onnx"),
+    )
     assert all(map(is_own, (*own, rank_name(10000, "weights"), "tokenizer.json")))
     assert not any(map(is_own, ("README.md", "shared_x.weights", "rank_1.onnx", "SHA256SUMS")))
     assert owner_of("rank_0012.onnx") == owner_of("rank_0012.states.onnx") == 12
