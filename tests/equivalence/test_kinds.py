@@ -224,8 +224,8 @@ def test_sums_of_two_bits_are_assumed(layout: str, tmp_path: Path) -> None:
     step, par = compressed(tmp_path, layout, "2bit")
     result = onnxpar.verify(step, par)
     assert result.ok, result.text()
-    ((name, reason),) = result.assumed.items()
-    assert name == "AllGather_compressed.1::codes" and "Gemm_h.grad/Gemm.2" in reason
+    assert "Gemm_h.grad/Gemm.2" in result.assumed["AllGather_compressed.1::codes"]
+    assert "w1.residual.next" in result.assumed
     assert not onnxpar.verify(step, par, least="sampled").ok
 
 
