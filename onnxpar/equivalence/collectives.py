@@ -14,7 +14,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.evaluate import SIZED
 from onnxpar.equivalence.held import Held, Partial
-from onnxpar.equivalence.lemma import NotShown
+from onnxpar.equivalence.lemma import NotShown, place_of
 from onnxpar.equivalence.moves import slice_positions
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
@@ -221,10 +221,9 @@ class Collectives:
         return tuple(self.families.of(f.spans[source] for source in sources) for f in held.dims)
 
     def _axis(self, held: Held, attrs: Sequence[Mapping[str, Any]], name: str) -> int:
-        axes, rank = {int(own.get(name, 0)) for own in attrs}, len(held.dims)
-        if any(not -rank <= axis < rank for axis in axes):
-            raise NotShown(f"{held.term!r} has no dimension {max(axes, key=abs)}")
-        if len({axis % rank for axis in axes}) != 1:
+        rank = len(held.dims)
+        axes = {place_of(int(own.get(name, 0)), rank) for own in attrs}
+        if len(axes) != 1:
             raise NotShown(f"ranks have other {name}s")
         return axes.pop() % rank
 
@@ -275,7 +274,7 @@ class Collectives:
             yield replace(held, name=first.outputs[0], dims=self._cut(node, held))
         elif first.op == "Gather" and self.ranks.is_constant(first.inputs[1]):
             values = self.ranks.constants(first.inputs[1]) or []
-            axis = int(first.attrs.get("axis", 0)) % len(held.dims)
+            axis = place_of(int(first.attrs.get("axis", 0)), len(held.dims))
             if all(value.ndim == 1 for value in values):
                 spans = [s[v] for s, v in zip(held.dims[axis].spans, values, strict=True)]
                 yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))

@@ -61,7 +61,7 @@ class Evaluator:
         read = sorted({name for node in nodes for name in node.inputs if name} - made)
         read += sorted({name for node in nodes for name in captured(node.proto)} - made - {*read})
         try:
-            feeds = {name: self._fed(values[name]) for name in read}
+            feeds = {name: self.fed(values[name]) for name in read}
         except KeyError as error:
             raise NotComputed(f"{error} has no value") from None
         is_standard = all(node.domain == "" for node in nodes)
@@ -86,7 +86,8 @@ class Evaluator:
             raise NotComputed("a result is no tensor")
         return [np.asarray(value) for value in found]
 
-    def _fed(self, value: Array) -> Array:
+    def fed(self, value: Array) -> Array:
+        """A value as it is computed with."""
         own = np.asarray(value)
         return own.astype(np.float64) if self.is_wide and own.dtype == np.float32 else own
 
@@ -337,8 +338,15 @@ def _reduce_scatter(parts: _Parts, attrs: _Attrs, me: int) -> Array:
     return _cut(_all_reduce(parts, attrs, me), own["axis"], own.get("sizes"), len(parts))[me]
 
 
+def _joined(parts: _Parts, axis: int, sizes: Sequence[int] | None) -> Array:
+    whole = np.concatenate(parts, axis)
+    if sizes is not None and [part.shape[axis] for part in parts] != list(sizes):
+        raise ValueError("members send other sizes than expected")
+    return whole
+
+
 def _all_gather(parts: _Parts, attrs: _Attrs, me: int) -> Array:
-    return np.concatenate(parts, attrs[me]["axis"])
+    return _joined(parts, attrs[me]["axis"], attrs[me].get("sizes"))
 
 
 def _all_to_all(parts: _Parts, attrs: _Attrs, me: int) -> Array:
@@ -347,7 +355,7 @@ def _all_to_all(parts: _Parts, attrs: _Attrs, me: int) -> Array:
         _cut(part, a["split_axis"], a.get("split_sizes"), len(parts))[me]
         for part, a in zip(parts, attrs, strict=True)
     ]
-    return np.concatenate(pieces, own["concat_axis"])
+    return _joined(pieces, own["concat_axis"], own.get("concat_sizes"))
 
 
 def _all_to_all_v(parts: _Parts, attrs: _Attrs, me: int) -> Array:

@@ -122,6 +122,14 @@ class Case:
         return family
 
 
+def place_of(axis: int, rank: int) -> int:
+    """The dimension that an axis names, which may be negative. NotShown if a tensor of `rank`
+    dimensions has none: a remainder would hide it."""
+    if not -rank <= axis < rank:
+        raise NotShown(f"a tensor of {rank} dimensions has no axis {axis}")
+    return axis % rank
+
+
 Lemma = Callable[[Case], list[Result]]
 
 
@@ -357,7 +365,8 @@ def _axes(case: Case, rank: int) -> set[int]:
         other = node.attrs.get("axes")
         if other is None and len(node.inputs) > 1:
             other = case.of_ranks(1)[i].tolist()
-        if sorted(a % rank for a in other or ()) != sorted(a % rank for a in own or ()):
+        places = [sorted(place_of(a, rank) for a in each or ()) for each in (other, own)]
+        if places[0] != places[1]:
             raise NotShown(f"rank {i} reduces other dimensions")
     if not own:
         return set() if case.attr("noop_with_empty_axes") else set(range(rank))
@@ -533,6 +542,9 @@ def conv(case: Case) -> list[Result]:
     no_partial(w)
     only_sums(x)
     shapes = case.shapes
+    for rank, kernel in enumerate(case.local.attrs("kernel_shape", case.ranks.programs)):
+        if kernel and list(kernel) != list(shapes[1][2:]):
+            raise NotShown(f"kernel_shape is {kernel} on rank {rank}, and not that of its weight")
     for axis in range(2, len(shapes[0])):
         case.whole(x, axis, shapes[0])
         case.whole(w, axis, shapes[1])

@@ -17,7 +17,7 @@ from onnx import helper
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.evaluate import Evaluator, NotComputed
 from onnxpar.equivalence.held import Held, Partial, Relations
-from onnxpar.equivalence.lemma import POINTWISE, NotShown
+from onnxpar.equivalence.lemma import POINTWISE, NotShown, place_of
 from onnxpar.equivalence.program import Node, Shape, default
 from onnxpar.equivalence.ranks import RankNode, Ranks
 from onnxpar.equivalence.spans import Families
@@ -167,7 +167,7 @@ class Lookups:
         if table is None or rows is None or rows.rows is not None or rows.ones:
             raise NotShown("another lookup")
         axes = {
-            int(default(node, "axis", program.opsets) or 0) % len(shapes[0])
+            place_of(int(default(node, "axis", program.opsets) or 0), len(shapes[0]))
             for node, program in zip(local.nodes, self.ranks.programs, strict=True)
         }
         if axes != {axis}:

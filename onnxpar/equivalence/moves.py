@@ -9,7 +9,7 @@ from itertools import islice, product
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.lemma import Case, Lemma, NotShown, Result, merged
+from onnxpar.equivalence.lemma import Case, Lemma, NotShown, Result, merged, place_of
 from onnxpar.equivalence.program import Node, Shape, default
 from onnxpar.equivalence.runs import Runs
 from onnxpar.equivalence.spans import Family, places_of
@@ -76,11 +76,11 @@ def shape_after(node: Node, own: Sequence[int], second: Array | None) -> list[in
         axes = second.tolist()
     if node.op == "Unsqueeze" and axes is not None:
         total = len(own) + len(axes)
-        places = {int(a) % total for a in axes}
+        places = {place_of(int(a), total) for a in axes}
         sizes_left = iter(own)
         return [1 if i in places else next(sizes_left) for i in range(total)]
     ones = {i for i, n in enumerate(own) if n == 1}
-    places = {int(a) % len(own) for a in axes} if axes else ones
+    places = {place_of(int(a), len(own)) for a in axes} if axes else ones
     if not places <= ones:
         raise NotShown("a dimension is squeezed that is not one")
     return [n for i, n in enumerate(own) if i not in places]
@@ -263,7 +263,7 @@ def slice_positions(values: Sequence[Array | None], shape: Shape) -> dict[int, A
     strides = [1] * count if steps is None else steps.tolist()
     found = {}
     for start, end, axis, step in zip(starts.tolist(), ends.tolist(), places, strides, strict=True):
-        size = shape[axis % len(shape)]
+        size = shape[place_of(axis, len(shape))]
         stop = end if step > 0 or end >= -size else None
         start, stop = (
             max(min(start, size), -size - 1),
@@ -292,7 +292,7 @@ def split(case: Case) -> list[Result]:
     held, shape = case.operand(0), case.shapes[0]
     axis = int(case.attr("axis") or 0) % len(shape)
     for value in case.local.attrs("axis", case.ranks.programs):
-        if int(value or 0) % len(shape) != axis:
+        if place_of(int(value or 0), len(shape)) != axis:
             raise NotShown("a rank splits another dimension")
     count = len(case.node.outputs)
     model = _split_sizes(case, None, shape[axis], count)
@@ -335,7 +335,7 @@ def concat(case: Case) -> list[Result]:
     shapes = case.shapes
     axis = int(case.attr("axis") or 0) % len(shapes[0])
     for value in case.local.attrs("axis", case.ranks.programs):
-        if int(value or 0) % len(shapes[0]) != axis:
+        if place_of(int(value or 0), len(shapes[0])) != axis:
             raise NotShown("a rank joins another dimension")
     held = [case.operand(i) for i in range(len(shapes))]
     first = held[0]
@@ -406,7 +406,8 @@ def gather_positions(case: Case) -> list[Result]:
         raise NotShown("there are no indices")
     if own.ndim > 1 or len(np.unique(own % shape[axis])) < own.size:
         return gather_places(case)
-    if any(int(a or 0) % len(shape) != axis for a in case.local.attrs("axis", case.ranks.programs)):
+    given = case.local.attrs("axis", case.ranks.programs)
+    if any(place_of(int(a or 0), len(shape)) != axis for a in given):
         raise NotShown("a rank gathers along another dimension")
     wanted = (own.reshape(-1) % shape[axis]).tolist()
     place = {p: i for i, p in enumerate(wanted)}

@@ -29,7 +29,8 @@ def check_order(programs: Sequence[Program]) -> int:
         for node in chain:
             tag = int(node.attrs["tag"])
             if rank in members[tag]:
-                raise Disorder(f"rank {rank} has two collectives with the tag {tag}: {node.name!r}")
+                names = f"{members[tag][rank].name!r} and {node.name!r}"
+                raise Disorder(f"rank {rank} has two collectives with the tag {tag}: {names}")
             members[tag][rank] = node
     for tag, nodes in members.items():
         _check_members(tag, nodes, len(programs))

@@ -158,8 +158,17 @@ class Proof:
             return Failure("output", name, "no rank has some of its elements")
         return None
 
+    def _is_incomplete(self, name: str) -> bool:
+        """True for a tensor that is related, but of which no rank has some elements. An Expand
+        gives copies, and ranks may have any of them."""
+        held, shape = self.walk.relations.by_term.get(name), self.walk.shape(name)
+        if not held or shape is None:
+            return False
+        return not any(_fit(h.dims, shape) and covers(h.dims, shape, self.ranks.size) for h in held)
+
     def _first_refusal(self, name: str) -> Failure:
-        """The first node before a tensor that is not proved."""
+        """The first node before a tensor that is not proved, of those that ranks have by name: they
+        compute the others in another way, and nobody can say which of them is wrong."""
         makers = {t: n for n in self.model.nodes for t in n.outputs}
         todo, seen, before = [name], set[str](), set[str]()
         while todo:
@@ -170,9 +179,16 @@ class Proof:
             seen.add(term)
             before.add(node.key)
             todo += node.inputs
-        for node in self.model.nodes:
-            if node.key in before and node.key in self.walk.refused:
+        nodes = [node for node in self.model.nodes if node.key in before]
+        refused = [node for node in nodes if node.key in self.walk.refused]
+        if self.ranks.has_origins:
+            refused.sort(key=lambda node: not self.walk.is_anchored(node))
+        for node in nodes:
+            if node in refused[:1]:
                 return self.walk.failure(node.key)
+            if node.op != "Expand" and any(map(self._is_incomplete, node.outputs)):
+                text = f"ranks lack elements of what {node.op} {node.name!r} gives"
+                return Failure("node", node.key, text)
         return Failure("output", name, "no tensor of ranks is shown to be it")
 
 

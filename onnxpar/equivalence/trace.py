@@ -219,13 +219,13 @@ class Trace:
         if op == "ReduceScatter":
             return _shard(parts[me], "axis", "sizes", mine, me)
         if op == "AllGather":
-            return Runs.join(parts, int(mine["axis"]))
+            return _joined(parts, int(mine["axis"]), mine.get("sizes"))
         if op == "AllToAll":
             cut = [
                 _shard(part, "split_axis", "split_sizes", a, me)
                 for part, a in zip(parts, (attrs[m] for m in group), strict=True)
             ]
-            return Runs.join(cut, int(mine["concat_axis"]))
+            return _joined(cut, int(mine["concat_axis"]), mine.get("concat_sizes"))
         source = int(mine.get("root", 0)) if op == "Broadcast" else int(mine["sources"][me])
         if source < 0:
             raise NotShown(f"rank {rank} gets zeros")
@@ -292,6 +292,14 @@ def _narrowed(model: Program, ranks: Ranks) -> Iterator[str]:
         is_narrow = first.kind == ("", "Cast") and first.attrs.get("to") in _HALVES
         if is_narrow and names.isdisjoint((first.origin, first.outputs[0])):
             yield first.outputs[0]
+
+
+def _joined(parts: Sequence[Runs], axis: int, sizes: Sequence[int] | None) -> Runs:
+    """What members send, one behind the other; it must have the sizes that the rank expects."""
+    whole = Runs.join(parts, axis)
+    if sizes is not None and [part.shape[axis] for part in parts] != list(sizes):
+        raise NotShown("a rank expects other sizes")
+    return whole
 
 
 def _shard(runs: Runs, axis: str, sizes: str, attrs: Mapping[str, Any], index: int) -> Runs:

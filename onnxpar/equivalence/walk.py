@@ -172,8 +172,8 @@ class Walk:
             for node in self.ranks.readers.get(each.name, ()):
                 try:
                     todo += self.collectives.after(node, each)
-                except NotShown:
-                    continue
+                except (NotShown, IndexError, ValueError, TypeError, KeyError):
+                    continue  # a rank's file may have any positions and sizes
 
     def run(self) -> None:
         """Proves nodes in order; again if there is more to know of their operands. Samples the
@@ -263,6 +263,10 @@ class Walk:
             return self._origins.get(node.name, [])
         makers = (self.ranks.makers.get(name) for name in node.outputs if name)
         return [maker for maker in makers if maker is not None]
+
+    def is_anchored(self, node: Node) -> bool:
+        """True if ranks name a node as the origin of some of theirs."""
+        return bool(self._anchors(node))
 
     def _is_sent(self, name: str) -> bool:
         """True if an unknown tensor comes from a collective, by nodes that move elements."""

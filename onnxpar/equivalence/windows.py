@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.draws import CLASSES, Draws
+from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
@@ -41,6 +42,8 @@ _DISCRETE = frozenset(
 """The element types of integers and the like."""
 _NARROW = frozenset([TensorProto.FLOAT16, TensorProto.BFLOAT16])
 """The element types of real numbers that have fewer bits than float32."""
+_DAMAGED = 0.9
+"""If more than this share of the numbers of a constant are the model's, all must be."""
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
@@ -187,7 +190,9 @@ class Sampler:
         constants = [term for term in window.reads if term in self.model.constants]
         if count > MOST_UNKNOWN:
             is_free = not is_table and self.ranks.has_origins
-            return is_free or any(self.weights.relate(term, name) for term in constants)
+            return (is_free and not self._is_damaged(window, name)) or any(
+                self.weights.relate(term, name) for term in constants
+            )
         values = self.ranks.constants(name) or []
         if values[0].dtype.kind != "f":
             return True
@@ -196,6 +201,17 @@ class Sampler:
         if all(self._is_share(window, float(number)) for number in own):
             return True
         return any(self.weights.relate(term, name) for term in constants)
+
+    def _is_damaged(self, window: Window, name: str) -> bool:
+        """True for a constant with a few numbers that are not the model's, beside many that are,
+        not counting 0, 1 and -1, which masks have."""
+        values = [value.reshape(-1) for value in self.ranks.constants(name) or ()]
+        if not values or values[0].dtype.kind != "f":
+            return False
+        known = self._numbers(window, values[0].dtype)
+        telling = [value[~np.isin(value, (0, 1, -1))] for value in values]
+        shares = [float(np.isin(value, known).mean()) for value in telling if value.size]
+        return any(_DAMAGED < share < 1 for share in shares)
 
     def _numbers(self, window: Window, dtype: np.dtype[Any]) -> Array:
         """The numbers of constants and attributes of the model in a window, and 1 and 0."""
@@ -369,12 +385,11 @@ class Sampler:
     ) -> list[Held]:
         """Of relations that hold but for rounding in float32, those that do not in float64: there,
         a term much smaller than another one is not lost. Only where ranks have no other numbers
-        than the model, which may be rounded, and where there are kernels: those of losses round."""
+        than the model, which may be rounded, and where there are kernels."""
         kinds = {each.attrs.get("to") for each in (*window.nodes, *(n.first for n in nodes))}
         kinds |= {self.model.types.get(name, 1) for name in window.reads}
         exact = [h for h in found if self._has_exact_numbers(window, h)]
-        has_kernels = not any(node.op in CLASSES for node in window.nodes)
-        if draws.is_exact or kinds & _NARROW or not exact or not has_kernels:
+        if draws.is_exact or kinds & _NARROW or not exact:
             return []
         wrong: dict[int, Held] = {}
         for number in range(MOST_DRAWS, MOST_DRAWS + 3):
@@ -386,7 +401,8 @@ class Sampler:
                 )
             except NotComputed:
                 return []
-            own = self._rank_values(window, values, nodes, draws, number)
+            values = {name: self.wide.fed(value) for name, value in values.items()}
+            own = self._rank_values(window, values, nodes, draws, number)  # parts in float64, too
             self.wide.run_ranks(nodes, own, self.ranks)
             for held in exact:
                 is_run = all(held.name in each for each in own)
@@ -479,10 +495,10 @@ class Sampler:
             for held in self.relations.by_term.get(term, ()):
                 if held.name in read or any(part.op != "sum" for part in held.partial):
                     continue
-                for rank, part in enumerate(
-                    parts_of(held, values[term], self.ranks.size, draws, number)
-                ):
-                    own[rank].setdefault(held.name, part)
+                with suppress(NotComputed):  # then no node that reads it is computed
+                    parts = list(parts_of(held, values[term], self.ranks.size, draws, number))
+                    for rank, part in enumerate(parts):
+                        own[rank].setdefault(held.name, part)
         for name in read:
             for rank, each in enumerate(self.ranks.constants(name) or ()):
                 own[rank].setdefault(name, each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -47,7 +47,7 @@ def _named(graph: GraphProto, name: str) -> NodeProto:
 
 
 def _set(tensor: TensorProto, value: Array) -> None:
-    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(value), tensor.name))
+    tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, order="C"), tensor.name))
 
 
 def _read(graph: GraphProto, name: str) -> list[NodeProto]:
@@ -191,6 +191,11 @@ def element_replaced(random: Random, mutant: Mutant) -> None:
 # Attributes
 
 
+_FLAGS = ("keepdims", "transA", "transB", "ceil_mode", "count_include_pad", "allowzero", "largest",
+          "sorted", "noop_with_empty_axes", "exclusive", "reverse", "storage_order")  # fmt: skip
+"""Attributes that are 0 or 1; runtimes disagree about what other numbers mean."""
+
+
 def _other(random: Random, name: str, value: Any, ranks: int) -> Any:
     """Another value of an attribute."""
     if isinstance(value, bytes):
@@ -200,6 +205,8 @@ def _other(random: Random, name: str, value: Any, ranks: int) -> Any:
         return random.choice([c for c in choices if c != value])
     if isinstance(value, float):
         return random.choice([value * 1.1 + 1e-6, value * 0.5, value + 1.0])
+    if isinstance(value, int) and name in _FLAGS:
+        return 1 - value
     if isinstance(value, int):
         near = [value + 1, value - 1, 0, 1, -value, value * 2]
         return random.choice([n for n in near if n != value])
@@ -221,11 +228,15 @@ def _other(random: Random, name: str, value: Any, ranks: int) -> Any:
 def _attribute(random: Random, mutant: Mutant, is_plugin: bool) -> None:
     program, ranks = _program(random, mutant), _ranks(random, mutant)
     graph = mutant.graph(program, ranks[0])
+    model = mutant.files[program, ranks[0]]
+    versions = {each.domain: each.version for each in model.opset_import}
     choices = []
     for node in graph.node:
         if node.op_type == "Constant" or (node.domain == "onnxpar") != is_plugin:
             continue
-        for name, value in _attributes(node):
+        for name, value in _attributes(node, versions):
+            if name == "stash_type":
+                continue  # of rounding, which onnxruntime ignores
             choices.append((node.output[0], name, value))
     result, name, value = _chosen(random, choices)
     if name == "program":
@@ -242,11 +253,11 @@ def _attribute(random: Random, mutant: Mutant, is_plugin: bool) -> None:
     mutant.text = f"{name} of {node.op_type} {node.name!r} is {after!r:.40} on {where}"
 
 
-def _attributes(node: NodeProto) -> list[tuple[str, Any]]:
+def _attributes(node: NodeProto, versions: Mapping[str, int]) -> list[tuple[str, Any]]:
     """The attributes of a node with numbers or text: its own, and those that have a default."""
     own = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     if node.domain == "":
-        schema = onnx.defs.get_schema(node.op_type)
+        schema = onnx.defs.get_schema(node.op_type, versions[""])
         for name, attribute in schema.attributes.items():
             if attribute.default_value.name and name not in own:
                 own[name] = helper.get_attribute_value(attribute.default_value)

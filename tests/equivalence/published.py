@@ -114,7 +114,7 @@ def wrong_copies_of_key_heads() -> Bug:
     good = each(rank, 4, wq=queries, wk=lambda r: columns(w["wk"])(r // 2), **local)
     bad = each(rank, 4, wq=queries, wk=lambda r: columns(w["wk"])(r % 2), **local)
     plan = ports(None, {"scores": {"0": "tp"}}, tp=4)
-    return Bug((model, {**w, **shapes}), good, bad, "scores", plan)
+    return Bug((model, {**w, **shapes}), good, bad, "kr", plan)
 
 
 @bug
@@ -192,7 +192,7 @@ def slopes_of_the_first_heads() -> Bug:
     rank = model.replace("[4,5,5]", "[2,5,5]")
     plan = ports({"scores": {"0": "tp"}}, {"y": {"0": "tp"}})
     good, bad = each(rank, slopes=rows(w["slopes"])), each(rank, slopes=w["slopes"][:2])
-    return Bug((model, w), good, bad, "y", plan)
+    return Bug((model, w), good, bad, "bias", plan)
 
 
 @bug
@@ -478,7 +478,7 @@ def labels_shifted_in_each_chunk() -> Bug:
     bad = model.replace("[8]", "[4]")
     plan = ports({"tokens": {"0": "cp"}}, {"labels": {"0": "cp"}}, cp=2)
     cut = {"start": lambda r: ints(4 * r), "stop": lambda r: ints(4 * r + 4)}
-    return Bug((model, small), each(good, **small, **cut), each(bad, **small), "head", plan)
+    return Bug((model, small), each(good, **small, **cut), each(bad, **small), "rest", plan)
 
 
 @bug

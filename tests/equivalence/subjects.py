@@ -310,8 +310,8 @@ class Subject:
     def nearest(self, mutant: Mutant) -> set[str]:
         """The tensors of the model at a change: results of the nodes from which the changed nodes
         of ranks come, and of those that ranks compute next from what is changed. Between them and
-        the change, ranks compute nothing that comes from another node of the model; but for nodes
-        that the model has twice."""
+        the change, ranks compute nothing that comes from another node of the model, but for what
+        they, or the model, also compute in another place: there, the change does no harm."""
         found = {*mutant.ports}
         for program, names in mutant.changed.items():
             rank = next((r for p, r in mutant.files if p == program), 0)
@@ -324,10 +324,12 @@ class Subject:
         for node in graph.node:
             for name in node.input:
                 readers[name].append(node)
-        found, seen, todo = set[str](), set[str](), [*names]
-        for node in graph.node:
-            if names & {*node.output}:
-                found |= self._results(node)
+        made = {name for node in graph.node for name in node.output}
+        own = [n for n in graph.node if names & {*n.output} or (names - made) & {*n.input}]
+        found = {name for node in own for name in self._results(node)}
+        passed = found | (made - _behind(graph, names))
+        passed |= {name for name, twins in self.twins.items() if len(twins) > 1}
+        seen, todo = set[str](), [*names]
         while todo:
             name = todo.pop()
             if name in seen:
@@ -335,11 +337,11 @@ class Subject:
             seen.add(name)
             found.add(name)
             for node in readers[name]:
-                own = self._results(node)
-                found |= own
-                if own <= self.repeated:
+                results = self._results(node)
+                found |= results
+                if results <= passed:
                     todo += node.output[:1] if node.domain == "onnxpar" else node.output
-        return found
+        return found | {twin for name in found for twin in self.twins.get(name, ())}
 
     def _results(self, node: NodeProto) -> set[str]:
         """The results of the nodes of the model from which a node of ranks comes."""
@@ -353,9 +355,8 @@ class Subject:
         return {name for maker in makers for name in maker.output if name}
 
     @cached_property
-    def repeated(self) -> set[str]:
-        """The tensors of the model that are computed twice: what is wrong with one, the other may
-        hide from its readers."""
+    def twins(self) -> dict[str, list[str]]:
+        """For each tensor of the model, those that are computed alike, it among them."""
         codes: dict[str, object] = {
             t.name: numpy_helper.to_array(t).tobytes() for t in self.proto.graph.initializer
         }
@@ -367,7 +368,16 @@ class Subject:
             for i, name in enumerate(node.output):
                 codes[name] = code, i
                 made[codes[name]].append(name)
-        return {name for names in made.values() if len(names) > 1 for name in names}
+        return {name: names for names in made.values() for name in names}
+
+
+def _behind(graph: GraphProto, names: set[str]) -> set[str]:
+    """These tensors, and all that depend on them; nodes of a graph are in order."""
+    found = {*names}
+    for node in graph.node:
+        if found & {*node.input}:
+            found |= {*node.output}
+    return found
 
 
 def _mask(shape: tuple[int, ...], number: int, random: np.random.Generator) -> Array:

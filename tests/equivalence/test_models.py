@@ -83,7 +83,9 @@ def test_exchanged_tokens(tmp_path: Path) -> None:
     check(model, tmp_path, "expert-parallel 4", topology=SLOW)
 
 
-@pytest.mark.parametrize("layout", ["data-parallel 2", "zero1 2", "zero3 3", "tensor-parallel 2"])
+@pytest.mark.parametrize(
+    "layout", ["data-parallel 2", "zero1 2", "zero3 3", "tensor-parallel 2", "hybrid dp=2,tp=2"]
+)
 def test_steps(layout: str, tmp_path: Path) -> None:
     """Buckets, shards of states, and the program of the evaluation."""
     step = write_step(MLP, tmp_path, optimizer="adamw")

@@ -218,3 +218,14 @@ def test_places_of_what_is_not_zero_are_drawn_with_zeros(tmp_path: Path) -> None
     draws = Draws(model, model.nodes, (), 0, {})
     counts = [int((draws.value("x", (64,), 1, number) == 0).sum()) for number in range(4)]
     assert all(0 < count < 64 for count in counts) and len({*counts}) > 1
+
+
+def test_labels_that_a_loss_ignores_are_drawn(tmp_path: Path) -> None:
+    """Without one, a sum of losses that is divided by their number, or by that of all, agrees."""
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[16,5] x, int64[16] t) => (float y)
+    { y = SoftmaxCrossEntropyLoss<ignore_index = -100>(x, t) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "g.onnx")
+    model = read_program(tmp_path / "g.onnx", WeightFiles())
+    draws = Draws(model, model.nodes, (), 0, {"t": (0, 5)})
+    counts = [int((draws.value("t", (16,), 7, number) == -100).sum()) for number in range(4)]
+    assert counts[::2] == [0, 0] and all(0 < count < 16 for count in counts[1::2])
