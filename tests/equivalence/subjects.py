@@ -379,7 +379,8 @@ class Subject:
             inputs = tuple(codes.get(name, name) for name in node.input)
             code = hash((node.domain, node.op_type, inputs, tuple(attrs)))
             for i, name in enumerate(node.output):
-                codes[name] = code, i
+                is_copy = node.op_type == "Identity"
+                codes[name] = codes.get(node.input[0], node.input[0]) if is_copy else (code, i)
                 made[codes[name]].append(name)
         return {name: names for names in made.values() for name in names}
 
