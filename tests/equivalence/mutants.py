@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -227,6 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kind", default="", help="only kinds with this in their names")
     parser.add_argument("--show", default="", help="list mutants with this outcome, too")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     folder = Path(tempfile.mkdtemp(prefix="onnxpar-mutants-"))
     try:
         return run(given, folder)
@@ -235,8 +237,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(given: argparse.Namespace, folder: Path) -> int:
-    """Runs mutants of all bundles, and prints tables. Returns 1 if there is a hole, or a crash."""
+    """Runs mutants of all bundles, in a drawn order, and prints tables, also if it is ended before.
+    Returns 1 if there is a hole, or a crash."""
     chosen = list(subjects(folder, given.model, given.preset))
+    Random(given.seed).shuffle(chosen)
     kinds = [kind for kind in KINDS if given.kind in kind]
     found: list[tuple[str, str, str]] = []
     try:
