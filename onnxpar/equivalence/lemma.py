@@ -536,7 +536,7 @@ def gather(case: Case) -> list[Result]:
 
 def conv(case: Case) -> list[Result]:
     """Conv: samples are free, channels meet, and what is behind them is whole."""
-    groups = int(case.attr("group") or 1)
+    groups = int(case.attr("group"))
     case.same_attrs("group", "kernel_shape")
     x, w = case.operand(0), case.operand(1)
     no_partial(w)
@@ -551,13 +551,13 @@ def conv(case: Case) -> list[Result]:
     own = case.local.attrs("group", case.ranks.programs)
     partial: tuple[Partial, ...] = x.partial
     if groups == 1:
-        if any(int(n or 1) != 1 for n in own):
-            raise NotShown("a rank has several groups")
+        if any(n != 1 for n in own):
+            raise NotShown("a rank has other groups")
         sizes = shapes[0][1], shapes[1][1]
         partial = contraction(case, x, w, sizes, (1, 1), ())
     else:
         case.whole(w, 1, shapes[1])
-        _groups(case, x, w, groups, [int(n or 1) for n in own])
+        _groups(case, x, w, groups, [int(n) for n in own])
     return _with_bias(case, x.dims[0], w.dims[0], partial)
 
 

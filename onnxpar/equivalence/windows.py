@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
@@ -495,10 +494,10 @@ class Sampler:
             for held in self.relations.by_term.get(term, ()):
                 if held.name in read or any(part.op != "sum" for part in held.partial):
                     continue
-                with suppress(NotComputed):  # then no node that reads it is computed
-                    parts = list(parts_of(held, values[term], self.ranks.size, draws, number))
-                    for rank, part in enumerate(parts):
-                        own[rank].setdefault(held.name, part)
+                for rank, part in enumerate(
+                    parts_of(held, values[term], self.ranks.size, draws, number)
+                ):
+                    own[rank].setdefault(held.name, part)
         for name in read:
             for rank, each in enumerate(self.ranks.constants(name) or ()):
                 own[rank].setdefault(name, each)

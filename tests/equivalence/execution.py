@@ -129,11 +129,11 @@ class Executable:
     """A graph that is ready to run. Stuck if an op is unknown."""
 
     def __init__(self, model: ModelProto) -> None:
-        wide = widened(model)
-        nodes = [part for node in ordered(wide.graph) for part in _apart(node)]
-        del wide.graph.node[:]
-        wide.graph.node.extend(nodes)
         try:
+            wide = widened(model)
+            nodes = [part for node in ordered(wide.graph) for part in _apart(node)]
+            del wide.graph.node[:]
+            wide.graph.node.extend(nodes)
             self.evaluator = ReferenceEvaluator(wide, new_ops=_PLUGIN_OPS)
         except Exception as error:  # the reference raises types of its own
             raise Stuck(f"{error}") from None

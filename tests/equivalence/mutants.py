@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -21,11 +22,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import onnx
 from changes import KINDS
+from execution import Stuck
+from quantized_models import int4_mlp, qdq_convolutions
 from subjects import DRAWS, MANY_DRAWS, Mutant, Nothing, Subject
 from training.steps import MLP, write_step
 
@@ -153,19 +158,32 @@ def table(outcomes: Sequence[tuple[str, str]]) -> str:
 
 STATIC = (
     "bert", "gpt2", "llama", "llama_decode", "mixtral", "t5", "resnet", "dlrm", "mobilenet", "vit",
-    "falcon",
+    "falcon", "unet", "gpt_neox", "llama_heads9",
 )  # fmt: skip
 OPEN = ["bert", "gpt2", "llama", "t5"]
 PRESETS = ("tensor-parallel 2", "hybrid dp=2,tp=2", "sequence-parallel 2", "context-parallel 2",
            "data-parallel 2", "tensor-parallel 3")  # fmt: skip
+HALOS = (("tp=2", [None, None, "tp", None]), ("a=2,b=2", [None, None, "a", "b"]))
+"""Meshes over which images are split along space."""
 STEP_PRESETS = ("zero1 2", "zero3 3", "hybrid dp=2,tp=2", "tensor-parallel 2")
 
 
-def subjects(folder: Path, model: str, preset: str) -> Iterator[tuple[Path, str]]:
-    """Yields models and presets whose names have these texts."""
+Source = tuple[Path, str, dict[str, Any]]
+"""A model, the layout of its bundle, and other options."""
+
+
+def subjects(folder: Path, model: str, preset: str) -> Iterator[Source]:
+    """Yields the models and presets whose names have these texts."""
     pairs = [(MODELS / f"{n}.dynamo.static.onnx", p) for n in STATIC for p in PRESETS]
     pairs += [(MODELS / f"{n}.dynamo.dynamic.onnx", p) for n in OPEN for p in PRESETS[:2]]
-    pairs.append((MODELS / "experts" / "mixtral.loop.legacy.onnx", "expert-parallel 2"))
+    written = {
+        "int4": lambda path: onnx.save(int4_mlp(4), path),
+        "qdq": lambda path: onnx.save(qdq_convolutions(4), path),
+    }
+    for name, write in written.items():
+        if model in name:
+            write(folder / f"{name}.onnx")
+        pairs += [(folder / f"{name}.onnx", p) for p in ("data-parallel 2", "tensor-parallel 2")]
     steps = {"mlp.step": MODELS / "mlp", **{
         f"{n}.step": MODELS / f"{n}.legacy.training.onnx" for n in ("llama", "gpt2", "bert")
     }}  # fmt: skip
@@ -175,10 +193,17 @@ def subjects(folder: Path, model: str, preset: str) -> Iterator[tuple[Path, str]
             if model in name and preset in layout:
                 if not path.exists():
                     _write_step(source, path, folder)
-                yield path, layout
-    for path, layout in pairs:
+                yield path, layout, {}
+    others = [(path, layout, {}) for path, layout in pairs]
+    others += [
+        (MODELS / f"{name}.dynamo.static.onnx", layout, {"strategy": {"tensors": {port: rows}}})
+        for name, port in {"resnet": "pixel_values", "unet": "sample"}.items()
+        for layout, rows in HALOS
+    ]
+    others.append((MODELS / "lstm.legacy.training.onnx", "data-parallel 2", {}))
+    for path, layout, how in others:
         if model in path.name and preset in layout:
-            yield path, layout
+            yield path, layout, how
 
 
 def _share(model: Path) -> float:
@@ -203,6 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kind", default="", help="only kinds with this in their names")
     parser.add_argument("--show", default="", help="list mutants with this outcome, too")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     folder = Path(tempfile.mkdtemp(prefix="onnxpar-mutants-"))
     try:
         return run(given, folder)
@@ -211,8 +237,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(given: argparse.Namespace, folder: Path) -> int:
-    """Runs mutants of all bundles, and prints tables. Returns 1 if there is a hole, or a crash."""
+    """Runs mutants of all bundles, in a drawn order, and prints tables, also if it is ended before.
+    Returns 1 if there is a hole, or a crash."""
     chosen = list(subjects(folder, given.model, given.preset))
+    Random(given.seed).shuffle(chosen)
     kinds = [kind for kind in KINDS if given.kind in kind]
     found: list[tuple[str, str, str]] = []
     try:
@@ -224,21 +252,22 @@ def run(given: argparse.Namespace, folder: Path) -> int:
 
 
 def _run_all(
-    given: argparse.Namespace, chosen: Sequence[tuple[Path, str]], kinds: Sequence[str],
+    given: argparse.Namespace, chosen: Sequence[Source], kinds: Sequence[str],
     folder: Path, found: list[tuple[str, str, str]],
 ) -> None:  # fmt: skip
     """Adds the kind, the bundle and the outcome of each mutant to `found`."""
     began = time.monotonic()
-    for number, (model, layout) in enumerate(chosen):
+    for number, (model, layout, how) in enumerate(chosen):
         try:
             place = folder / f"{number}"
-            subject = Subject(model, layout, place)
-        except onnxpar.StrategyError:
-            continue  # the preset does not fit the model
-        if not subject.verify(Mutant(subject)).ok:
-            print(f"{model.name}, {layout}: the bundle is not shown, and has no mutants")
+            subject = Subject(model, layout, place, **how)
+            refusal = subject.refusal()
+        except (onnxpar.StrategyError, Stuck) as error:
+            refusal = f"{error}"
+        if refusal:
+            print(f"{model.name}, {layout} has no mutants: {refusal:.200}")
             continue
-        left = sum(_share(path) for path, _ in chosen[number:])
+        left = sum(_share(path) for path, _, _ in chosen[number:])
         each = round((given.count - len(found)) * _share(model) / left)
         name = model.name.removesuffix(".onnx")
         for mutant in mutants(subject, each, given.seed, kinds):

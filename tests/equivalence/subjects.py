@@ -84,10 +84,10 @@ class Mutant:
 class Subject:
     """A model, and a bundle of it."""
 
-    def __init__(self, model: Path, layout: str, folder: Path) -> None:
+    def __init__(self, model: Path, layout: str, folder: Path, **how: Any) -> None:
         folder.mkdir(exist_ok=True)
         self.model, self.layout, self.par = model, layout, folder / "model.par"
-        sharder.shard(model, self.par, options(layout))
+        sharder.shard(model, self.par, options(layout, **how))
         self.plan: dict[str, Any] = json.loads((self.par / "plan.json").read_text())
         self.mesh = Mesh.of((name, size) for name, size in self.plan["mesh"])
         self.ranks = self.mesh.size
@@ -111,6 +111,19 @@ class Subject:
 
     def _file(self, program: str, rank: int) -> Path:
         return self.par / f"rank_{rank:04d}.{program}"
+
+    def refusal(self) -> str:
+        """Why the bundle as it is has no mutants: verify does not show it, or its ranks are not
+        equal to the model in float64; empty if it has."""
+        result = self.verify(Mutant(self))
+        if not result.ok:
+            return result.text()
+        try:
+            for program in sorted({p for p, _ in self.executables}):
+                self._compare(program, self._run(program, {}, self.plan, 0), self.plan, 0)
+        except Stuck as error:
+            return f"{error}"
+        return ""
 
     @cached_property
     def tensors(self) -> dict[str, list[dict[str, tuple[tuple[int, ...], np.dtype]]]]:
@@ -366,7 +379,8 @@ class Subject:
             inputs = tuple(codes.get(name, name) for name in node.input)
             code = hash((node.domain, node.op_type, inputs, tuple(attrs)))
             for i, name in enumerate(node.output):
-                codes[name] = code, i
+                is_copy = node.op_type == "Identity"
+                codes[name] = codes.get(node.input[0], node.input[0]) if is_copy else (code, i)
                 made[codes[name]].append(name)
         return {name: names for names in made.values() for name in names}
 

@@ -140,16 +140,19 @@ def test_a_row_that_two_ranks_have(tmp_path: Path) -> None:
     assert refused(model, par) == "embedding"
 
 
-def test_a_kernel_of_other_dimensions(tmp_path: Path) -> None:
-    """An attribute that the weight contradicts: onnxruntime does not run such a rank."""
+@pytest.mark.parametrize(("name", "value"), [("kernel_shape", [3]), ("group", 0)])
+def test_an_attribute_that_a_convolution_cannot_have(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    """Its weight contradicts it: onnxruntime does not run such a rank."""
     model = MODELS / "resnet.dynamo.static.onnx"
     par = sharded(model, tmp_path, "tensor-parallel 2")
 
     def change(graph: onnx.GraphProto) -> None:
         node = next(n for n in graph.node if n.op_type == "Conv")
-        kept = [a for a in node.attribute if a.name != "kernel_shape"]
+        kept = [a for a in node.attribute if a.name != name]
         del node.attribute[:]
-        node.attribute.extend([*kept, helper.make_attribute("kernel_shape", [3])])
+        node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
     edit(par, 1, change)
     assert refused(model, par)
