@@ -282,6 +282,8 @@ class Walk:
                     self.proved.setdefault(key, found)
         if key not in self.proved and node.kind == ("", "Gather"):
             self._look_up(node)
+        if key not in self.proved and node.kind == ("", "ScatterElements"):
+            self._scatter(node)
         if key in self.proved:
             self.refused.pop(key, None)
         else:
@@ -300,6 +302,20 @@ class Walk:
             self.model.shapes.setdefault(held.term, (*table[:axis], *indices, *table[axis + 1 :]))
             self.hold(held)
             self.proved.setdefault(node.key, "lemma")
+
+    def _scatter(self, node: Node) -> None:
+        """Relates the result of a ScatterElements that adds to rows that ranks have parts of."""
+        shapes = [self.shape(name) for name in node.inputs]
+        if node.inputs[0] in self.model.constants:
+            self._relate_constant(node.inputs[0])
+        if any(not shape for shape in shapes):
+            return
+        known = [shape or () for shape in shapes]
+        for data in list(self.relations.by_term.get(node.inputs[0], ())):
+            for held in list(self.lookups.scattered(node, data, known)):
+                self.model.shapes.setdefault(held.term, known[0])
+                self.hold(held)
+                self.proved.setdefault(node.key, "lemma")
 
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
