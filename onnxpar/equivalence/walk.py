@@ -18,7 +18,7 @@ from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.contrib import CONTRIB
 from onnxpar.equivalence.evaluate import NotComputed, communicate
-from onnxpar.equivalence.fold import fold
+from onnxpar.equivalence.fold import Known, fold
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
 from onnxpar.equivalence.lookups import Lookups
@@ -124,11 +124,11 @@ class Walk:
     def fold(self) -> None:
         """Computes the tensors of ranks that depend on constants alone, also what ranks send each
         other of these. Errors: ModelError if onnxruntime cannot compute one."""
-        todo = True
+        todo, computed = True, Known()
         while todo:
             for program in self.ranks.programs:
                 try:
-                    fold(program, keeps=True)
+                    fold(program, keeps=True, computed=computed)
                 except NotComputed as error:
                     raise ModelError(f"{program.path} cannot run: {error}") from None
             self.ranks.forget()
@@ -245,7 +245,8 @@ class Walk:
         if they wait for a collective of other nodes, else 1."""
         own = self._anchors(node)
         made = {name for local in own for name in local.first.outputs}
-        read = {name for local in own for name in local.first.inputs if name} - made
+        read = {name for local in own for name in local.first.inputs if name}
+        read -= made | self.ranks.tokens
         unknown = [
             name
             for name in read
