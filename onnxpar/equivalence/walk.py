@@ -18,6 +18,7 @@ from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.contrib import CONTRIB
 from onnxpar.equivalence.evaluate import NotComputed, communicate
+from onnxpar.equivalence.flat_scatters import FlatScatters, is_zero
 from onnxpar.equivalence.fold import Known, fold
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
@@ -102,6 +103,7 @@ class Walk:
         self.collectives = Collectives(ranks, families)
         self.trace = Trace(model, ranks, families, self.relations, self.collectives)
         self.lookups = Lookups(ranks, families, self.relations)
+        self.flat = FlatScatters(ranks, families, self.relations)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
         self._origins: dict[str, list[RankNode]] = defaultdict(list)
@@ -314,9 +316,24 @@ class Walk:
         known = [shape or () for shape in shapes]
         for data in list(self.relations.by_term.get(node.inputs[0], ())):
             for held in list(self.lookups.scattered(node, data, known)):
-                self.model.shapes.setdefault(held.term, known[0])
-                self.hold(held)
-                self.proved.setdefault(node.key, "lemma")
+                self._hold_sum(node, held, known[0])
+        source = self._makers.get(node.inputs[1])
+        zeros = self.model.constants.get(node.inputs[0])
+        if source is None or source.kind != ("", "Expand") or zeros is None or not is_zero(zeros):
+            return
+        column = (known[1][0], *[1] * (len(known[1]) - 1))
+        is_row = known[1] == known[2] and known[1][1:] == known[0][1:]
+        adds = node.attrs.get("reduction") == "add" and node.attrs.get("axis", 0) == 0
+        if is_row and adds and self.shape(source.inputs[0]) == column:
+            for held in self.flat.relate(node, source.inputs[0], known, self._anchors(node)):
+                self._hold_sum(node, held, known[0])
+                self.proved.setdefault(source.key, "lemma")  # ranks need not have its result
+                self.refused.pop(source.key, None)
+
+    def _hold_sum(self, node: Node, held: Held, shape: Shape) -> None:
+        self.model.shapes.setdefault(held.term, shape)
+        self.hold(held)
+        self.proved.setdefault(node.key, "lemma")
 
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn

@@ -14,6 +14,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnxpar.equivalence.evaluate import plain_session
+from onnxpar.equivalence.flat_scatters import FlatScatters
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lookups import Lookups
 from onnxpar.equivalence.program import Constants, Node, Program, read_node
@@ -169,3 +170,65 @@ def test_sums_that_are_added_to_rows() -> None:
     assert right == 6
     other = [adding(0, 0, 3, 3, 1, 3, "max"), adding(1, 3, 7, 4, 1, 4, "max")]
     assert not added(other) and not adds_right(other)
+
+
+def flat(
+    width: int, first: int, to: int, shape: tuple[int, int], other: str, count: int
+) -> onnx.ModelProto:
+    """Adds rows to zeros in one dimension."""
+    text = f"""<ir_version: 9, opset_import: ["": 18]>
+    g (int64[n, 1] row, float[n, 3] updates) => (float[a, b] result) {{
+        cast = Cast <to = {to}> (row)
+        column = Reshape (cast, upright)
+        begin = Mul (column, width)
+        places = Add (begin, steps)
+        place = Reshape (places, flat)
+        rows = {other}
+        added = Reshape (rows, flat)
+        total = ScatterElements <axis = 0, reduction = "add"> (zeros, place, added)
+        result = Reshape (total, shape)
+    }}"""
+    model = onnx.parser.parse_model(text)
+    kind = helper.tensor_dtype_to_np_dtype(to)
+    constants = {"width": np.array(width, kind), "steps": np.arange(first, first + 3).astype(kind)}
+    constants |= {"upright": np.array([-1, 1]), "flat": np.array([-1]), "shape": np.array(shape)}
+    constants["zeros"] = np.zeros(count, np.float32)
+    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())
+    return model
+
+
+def test_sums_that_are_added_in_one_dimension() -> None:
+    """Each rank has half of what is added: their results add up to the sum."""
+    total = np.zeros((7, 3), np.float32)
+    np.add.at(total, IDS[:, 0], UPDATES)
+    node = helper.make_node("ScatterElements", ["zero", "ids", "updates"], ["sum"], reduction="add")
+    families = Families(2)
+    tokens = families.of([np.arange(7), np.arange(7, 14)])
+    right = 0
+    for width, first, to, shape, other, count in product(
+        (2, 3), (0, 1), (6, 7), ((7, 3), (3, 7)), ("Identity (updates)", "Neg (updates)"), (21, 24)
+    ):
+        model = flat(width, first, to, shape, other, count)
+        graph = program([*map(read_node, model.graph.node)], model.graph)
+        ranks, relations = Ranks([graph, graph]), Relations()
+        relations.add(Held("row", "row", (tokens, families.whole(1))))
+        relations.add(Held("updates", "updates", (tokens, families.whole(3))))
+        if other == "Identity (updates)":
+            relations.add(Held("updates", "rows", (tokens, families.whole(3))))
+        shapes = [(7, 3), (14, 3), (14, 3)]
+        found = FlatScatters(ranks, families, relations).relate(
+            read_node(node), "row", shapes, ranks.nodes
+        )
+        try:
+            session, halves = plain_session(model.SerializeToString()), (slice(7), slice(7, 14))
+            inputs = [{"row": IDS[half, :1], "updates": UPDATES[half]} for half in halves]
+            parts = [session.run(None, each)[0] for each in inputs]
+            is_right = parts[0].shape == (7, 3) and np.allclose(sum(parts), total, atol=1e-5)
+        except Exception:  # places out of bounds, or other sizes
+            is_right = False
+        assert bool(found) == (is_right and to == 7), (width, first, to, shape, other, count)
+        for held in found:
+            (part,) = held.partial
+            assert held.name == "result" and part.family is tokens
+        right += bool(found)
+    assert right == 1
