@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from hashlib import sha256
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ from onnxpar.equivalence.evaluate import NotComputed, plain_session
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.program import (
     MOST_FOLDED,
+    MOST_SIZE,
     RANDOM,
     Node,
     Program,
@@ -34,12 +36,21 @@ MOST_ELEMENTS = 1 << 24
 """The most elements of a computed constant."""
 
 
-def fold(program: Program, keeps: bool = False) -> None:
+Known = dict[bytes, list[Array]]
+"""What is computed already, by the digest of the nodes that compute it and of what they read."""
+
+
+MOST_FILLED = 1 << 31
+"""The most elements of a constant that are all the same."""
+
+
+def fold(program: Program, keeps: bool = False, computed: Known | None = None) -> None:
     """Adds the values of nodes that read only constants to a program's constants, and removes these
     nodes, unless `keeps`. Sizes of tensors of known shape are constants, too; constants may tell
     more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
+    computed = {} if computed is None else computed
     while True:
-        _fold_once(program, keeps)
+        _fold_once(program, keeps, computed)
         known = len(program.shapes)
         if keeps or not known:
             return
@@ -50,7 +61,7 @@ def fold(program: Program, keeps: bool = False) -> None:
             return
 
 
-def _fold_once(program: Program, keeps: bool) -> None:
+def _fold_once(program: Program, keeps: bool, computed: Known) -> None:
     rest, constant = [], list[Node]()
     known = set(program.constants.names())
     for node in program.nodes:
@@ -68,16 +79,20 @@ def _fold_once(program: Program, keeps: bool) -> None:
             continue
         is_small = _reads_little(node, program)
         if not is_small or node.op in _GROWING:
-            _compute(constant, [n for each in constant for n in each.outputs if n], program)
+            made = [n for each in constant for n in each.outputs if n]
+            _compute(constant, made, program, computed)
             constant.clear()
-        if is_small and not _makes_much(node, program):
+        if node.kind == ("", "ConstantOfShape") and _fill(node, program):
+            pass
+        elif is_small and not _makes_much(node, program):
             constant.append(node)
         elif not _move(node, program):
             rest.append(node)
             continue
         known |= set(node.outputs)
     read = {name for node in rest for name in node.inputs} | set(program.outputs)
-    _compute(constant, [n for node in constant for n in node.outputs if n in read], program)
+    made = [n for node in constant for n in node.outputs if n in read]
+    _compute(constant, made, program, computed)
     if not keeps:
         program.nodes = rest
 
@@ -89,6 +104,9 @@ def _move(node: Node, program: Program) -> bool:
     values = [program.constants[name] if name else None for name in node.inputs]
     count = len(values) if node.op == "Concat" else 1
     data = [value for value in values[:count] if value is not None]
+    is_filled = any(value.size > MOST_ELEMENTS and not any(value.strides) for value in data)
+    if is_filled and node.op in ("Concat", "Gather"):  # which need the room
+        return False
     try:
         results = move(node, data, values[count:])
     except (NotShown, ValueError, IndexError, TypeError):
@@ -165,13 +183,28 @@ def _makes_much(node: Node, program: Program) -> bool:
     return any(math.prod(program.shapes.get(n, ())) > MOST_ELEMENTS for n in node.outputs)
 
 
-def _compute(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> None:
+def _fill(node: Node, program: Program) -> bool:
+    """Adds the result of a ConstantOfShape, which takes the room of one element; False if its shape
+    is none."""
+    shape = tuple(program.constants[node.inputs[0]].tolist())
+    if any(not 0 <= size < MOST_SIZE for size in shape) or math.prod(shape) > MOST_FILLED:
+        return False
+    value = np.asarray(node.attrs.get("value", np.zeros(1, np.float32))).reshape(())
+    program.constants.add(node.outputs[0], np.broadcast_to(value, shape))
+    return True
+
+
+def _compute(
+    nodes: Sequence[Node], wanted: Sequence[str], program: Program, computed: Known
+) -> None:
     if wanted:
-        for name, value in zip(wanted, _run(nodes, wanted, program), strict=True):
+        for name, value in zip(wanted, _run(nodes, wanted, program, computed), strict=True):
             program.constants.add(name, value)
 
 
-def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list[Array]:
+def _run(
+    nodes: Sequence[Node], wanted: Sequence[str], program: Program, computed: Known
+) -> list[Array]:
     made = {name for node in nodes for name in node.outputs}
     read = {name for node in nodes for name in node.inputs if name} - made
     stored = [numpy_helper.from_array(np.asarray(program.constants[n]), n) for n in sorted(read)]
@@ -179,8 +212,12 @@ def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list
     graph = helper.make_graph([n.proto for n in nodes], "constants", [], outputs, stored)
     opsets = [helper.make_opsetid(d, v) for d, v in program.opsets.items() if d != "onnxpar"]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    data = model.SerializeToString(deterministic=True)
+    key = sha256(data).digest()
     try:
-        session = plain_session(model.SerializeToString())
-        return [np.asarray(value) for value in session.run(list(wanted), {})]
+        if key not in computed:
+            results = plain_session(data).run(list(wanted), {})
+            computed[key] = [np.asarray(value) for value in results]
+        return computed[key]
     except Exception as error:  # onnxruntime raises types of its own
         raise NotComputed(f"{error!s:.200}") from None

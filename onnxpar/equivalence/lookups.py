@@ -1,14 +1,18 @@
-"""Proves lookups of a table whose rows ranks have parts of, for every index that the model allows.
+"""Proves lookups of a table whose rows ranks have parts of, and sums that are added to such rows,
+for every index that the model allows.
 
 Ranks turn an index into one of their own rows, look it up, and put zero in its place where they do
 not have the row. All that is elementwise in the indices: so it is computed here for each index
-that there is. The rows that a rank then has must be the model's; the others must be zero.
+that there is. The rows that a rank then has must be the model's; the others must be zero. Where
+ranks add to rows, they turn the index of a row that they do not have into one behind their rows,
+and drop what is there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +22,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.equivalence.evaluate import Evaluator, NotComputed
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import POINTWISE, NotShown, place_of
+from onnxpar.equivalence.moves import slice_positions
 from onnxpar.equivalence.program import Node, Shape, default
 from onnxpar.equivalence.ranks import RankNode, Ranks
 from onnxpar.equivalence.spans import Families
@@ -57,29 +62,133 @@ class Lookups:
         count = shapes[0][axis]
         if 2 * count * self.ranks.size > MOST_INDICES or not count:
             return
-        numbers = np.arange(-count, count)
         for indices in self.relations.by_term.get(node.inputs[1], ()):
             if indices.partial:
                 continue
-            known = {indices.name: _Of([numbers] * self.ranks.size)}
-            behind = self._behind(indices.name)
-            left = Counter(name for local in behind for name in local.first.inputs)
-            for local in behind:
-                try:
-                    own = self._follow(local, known, indices, tables, shapes, axis)
-                except (NotShown, NotComputed):
-                    continue
-                finally:
-                    left.subtract(local.first.inputs)
-                    for name in local.first.inputs:
-                        if not left[name]:
-                            known.pop(name, None)
-                name = local.first.outputs[0]
-                if left[name]:
-                    known[name] = own
-                held = self._held(node.outputs[0], name, own, indices, count, axis)
+            for local, own in self._functions(indices, count, tables, shapes, axis):
+                held = self._held(
+                    node.outputs[0], local.first.outputs[0], own, indices, count, axis
+                )
                 if held is not None:
                     yield held
+
+    def _functions(
+        self, indices: Held, count: int, tables: Sequence[Held], shapes: Sequence[Shape], axis: int
+    ) -> Iterator[tuple[RankNode, _Of]]:
+        """Yields the nodes of ranks behind indices, with what their results are for each index."""
+        known = {indices.name: _Of([np.arange(-count, count)] * self.ranks.size)}
+        behind = self._behind(indices.name)
+        left = Counter(name for local in behind for name in local.first.inputs)
+        for local in behind:
+            try:
+                own = self._follow(local, known, indices, tables, shapes, axis)
+            except (NotShown, NotComputed):
+                continue
+            finally:
+                left.subtract(local.first.inputs)
+                for name in local.first.inputs:
+                    if not left[name]:
+                        known.pop(name, None)
+            name = local.first.outputs[0]
+            if left[name]:
+                known[name] = own
+            yield local, own
+
+    def scattered(self, node: Node, data: Held, shapes: Sequence[Shape]) -> Iterator[Held]:
+        """Yields what tensors of ranks are, of the result of a ScatterElements that adds to rows of
+        `data`; `shapes` are those of the operands."""
+        axis = int(node.attrs.get("axis", 0)) % len(shapes[0])
+        count, others = shapes[0][axis], [i for i in range(len(shapes[0])) if i != axis]
+        if node.attrs.get("reduction") != "add" or data.partial or not count:
+            return
+        if any(shapes[1][i] != shapes[0][i] for i in others) or shapes[1] != shapes[2]:
+            return  # to some elements of a row nothing is added
+        if 2 * count * self.ranks.size > MOST_INDICES:
+            return
+        for indices in self.relations.by_term.get(node.inputs[1], ()):
+            is_whole = indices.dims[axis].is_whole(shapes[1][axis])
+            same = all(indices.dims[i] is data.dims[i] for i in others)
+            if indices.partial or not is_whole or not same:
+                continue
+            for local, rows in self._functions(indices, count, (), shapes, axis):
+                for reader in self.ranks.readers.get(local.first.outputs[0], ()):
+                    first = reader.first
+                    if first.kind != node.kind or first.inputs[1] != local.first.outputs[0]:
+                        continue
+                    added = self.relations.of(node.inputs[2], first.inputs[2])
+                    if any(h.dims == indices.dims and not h.partial for h in added):
+                        with suppress(NotShown):
+                            name = self._kept(reader, data, rows, axis, count)
+                            yield Held(node.outputs[0], name, data.dims)
+
+    def _kept(self, local: RankNode, data: Held, rows: _Of, axis: int, count: int) -> str:
+        """The tensor of ranks that has their rows after a ScatterElements, if what it adds to the
+        others is dropped. NotShown if there is none."""
+        programs, pad = self.ranks.programs, self.ranks.makers.get(local.first.inputs[0])
+        axes = {int(own or 0) % len(data.dims) for own in local.attrs("axis", programs)}
+        if axes != {axis} or {*local.attrs("reduction", programs)} != {"add"} or rows.ones:
+            raise NotShown("it adds to something else")
+        more = [0] * self.ranks.size
+        if local.first.inputs[0] != data.name:
+            if pad is None or pad.first.kind != ("", "Pad") or pad.first.inputs[0] != data.name:
+                raise NotShown("it adds to something else")
+            more = [self._padded(pad, rank, axis, len(data.dims)) for rank in range(len(more))]
+        for span, own, extra in zip(data.dims[axis].spans, rows.values, more, strict=True):
+            place = np.full(count, -1)
+            place[span] = np.arange(len(span))
+            wanted, size = np.tile(place, 2), len(span) + extra
+            if own.dtype.kind != "i" or len(np.unique(span)) < len(span):
+                raise NotShown("rows are held twice")
+            if not size or own.min() < -size or own.max() >= size:
+                raise NotShown("a row that there is not")
+            if not np.where(wanted < 0, own % size >= len(span), own % size == wanted).all():
+                raise NotShown("another row")
+        name = local.first.outputs[0]
+        return self._cut(name, data, more, axis) if any(more) else name
+
+    def _padded(self, pad: RankNode, rank: int, axis: int, count: int) -> int:
+        """How many positions a Pad of a rank adds at the end of a dimension, and nowhere else.
+        NotShown if it does something else."""
+        if not pad.is_alike:
+            raise NotShown("ranks have other nodes")
+        node, constants = pad.nodes[rank], self.ranks.programs[rank].constants
+        pads = constants.get(node.inputs[1]) if len(node.inputs) in (2, 3) else None
+        if (
+            pads is None
+            or pads.shape != (2 * count,)
+            or node.attrs.get("mode", "constant") != "constant"
+        ):
+            raise NotShown("another Pad")
+        more = int(pads[count + axis])
+        if more < 0 or np.count_nonzero(pads) != (more > 0):
+            raise NotShown("another Pad")
+        return more
+
+    def _cut(self, name: str, data: Held, more: Sequence[int], axis: int) -> str:
+        """The result of a Slice that drops so many positions from the end of a dimension."""
+        for local in self.ranks.readers.get(name, ()):
+            if (
+                local.first.kind == ("", "Slice")
+                and local.is_alike
+                and local.first.inputs[0] == name
+            ):
+                sizes = zip(*(family.sizes for family in data.dims), strict=True)
+                if all(
+                    self._is_cut(local, rank, own, more[rank], axis)
+                    for rank, own in enumerate(sizes)
+                ):
+                    return local.first.outputs[0]
+        raise NotShown("nothing drops the other rows")
+
+    def _is_cut(self, local: RankNode, rank: int, sizes: Shape, more: int, axis: int) -> bool:
+        constants, names = self.ranks.programs[rank].constants, local.nodes[rank].inputs[1:]
+        values = [constants.get(name) if name else None for name in names]
+        if any(name and value is None for name, value in zip(names, values, strict=True)):
+            return False
+        padded = (*sizes[:axis], sizes[axis] + more, *sizes[axis + 1 :])
+        chosen = slice_positions([*values, *[None] * (4 - len(values))], padded)
+        wanted = {i: np.arange(size) for i, size in enumerate(sizes)}
+        return axis in chosen and all(np.array_equal(own, wanted[i]) for i, own in chosen.items())
 
     def _behind(self, name: str) -> list[RankNode]:
         """The first nodes of ranks that depend on a tensor, in order."""

@@ -135,7 +135,8 @@ class Runs:
 
     def _take(self, shape: Shape, begins: Array, ends: Array) -> Runs:
         """The elements in ranges of the row-major order, one range behind the other."""
-        points = np.unique(np.concatenate([[0], self._ends, begins, ends]))
+        points = np.sort(np.concatenate([[0], self._ends, begins, ends]), kind="stable")
+        points = points[np.diff(points, prepend=-1) != 0]  # quicker than np.unique
         run = np.minimum(np.searchsorted(self._ends, points[:-1], "right"), len(self._ends) - 1)
         starts = self.starts[run] + points[:-1] - (self._ends - self.counts)[run]
         low, high = np.searchsorted(points, begins), np.searchsorted(points, ends)

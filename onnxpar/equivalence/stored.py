@@ -66,6 +66,9 @@ class WeightFiles:
         `sample`, of some rows alone."""
         if own.dtype != whole.dtype or own.shape != tuple(map(len, spans)):
             return False
+        if own.size and not any((*own.strides, *whole.strides)):  # each is one number, repeated
+            fits = (0 <= s.min() <= s.max() < n for s, n in zip(spans, whole.shape, strict=True))
+            return all(fits) and bool(own.flat[0] == whole.flat[0])
         if compared == "sample" and own.nbytes > BLOCK:
             *chosen, _ = (_some(len(span)) for span in spans)
             index = *chosen, np.arange(own.shape[-1])

@@ -208,7 +208,14 @@ class Trace:
         else:
             for kind in {int(k) for each in own for k in np.unique(each.starts // _PLACES)}:
                 self.collectives.alike(self.kinds[kind][1], attrs)
-        return [[self._received(own, attrs, op, rank) for rank in range(self.ranks.size)]]
+        received: dict[object, Runs] = {}
+        for rank, attr in enumerate(attrs):
+            group = tuple(map(int, attr["group"]))
+            key = (group, int(attr["axis"])) if op == "AllGather" else rank  # all members get it
+            if key not in received:
+                received[key] = self._received(own, attrs, op, rank)
+            received[rank] = received[key]
+        return [[received[rank] for rank in range(self.ranks.size)]]
 
     def _received(
         self, own: _Numbers, attrs: Sequence[Mapping[str, Any]], op: str, rank: int

@@ -18,7 +18,8 @@ from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.contrib import CONTRIB
 from onnxpar.equivalence.evaluate import NotComputed, communicate
-from onnxpar.equivalence.fold import fold
+from onnxpar.equivalence.flat_scatters import FlatScatters, is_zero
+from onnxpar.equivalence.fold import Known, fold
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
 from onnxpar.equivalence.lookups import Lookups
@@ -103,6 +104,7 @@ class Walk:
         self.collectives = Collectives(ranks, families)
         self.trace = Trace(model, ranks, families, self.relations, self.collectives, states)
         self.lookups = Lookups(ranks, families, self.relations)
+        self.flat = FlatScatters(ranks, families, self.relations)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
         self._origins: dict[str, list[RankNode]] = defaultdict(list)
@@ -125,11 +127,11 @@ class Walk:
     def fold(self) -> None:
         """Computes the tensors of ranks that depend on constants alone, also what ranks send each
         other of these. Errors: ModelError if onnxruntime cannot compute one."""
-        todo = True
+        todo, computed = True, Known()
         while todo:
             for program in self.ranks.programs:
                 try:
-                    fold(program, keeps=True)
+                    fold(program, keeps=True, computed=computed)
                 except NotComputed as error:
                     raise ModelError(f"{program.path} cannot run: {error}") from None
             self.ranks.forget()
@@ -246,7 +248,8 @@ class Walk:
         if they wait for a collective of other nodes, else 1."""
         own = self._anchors(node)
         made = {name for local in own for name in local.first.outputs}
-        read = {name for local in own for name in local.first.inputs if name} - made
+        read = {name for local in own for name in local.first.inputs if name}
+        read -= made | self.ranks.tokens
         unknown = [
             name
             for name in read
@@ -287,6 +290,8 @@ class Walk:
                     self.proved.setdefault(key, found)
         if key not in self.proved and node.kind == ("", "Gather"):
             self._look_up(node)
+        if key not in self.proved and node.kind == ("", "ScatterElements"):
+            self._scatter(node)
         if key in self.proved:
             self.refused.pop(key, None)
         else:
@@ -305,6 +310,35 @@ class Walk:
             self.model.shapes.setdefault(held.term, (*table[:axis], *indices, *table[axis + 1 :]))
             self.hold(held)
             self.proved.setdefault(node.key, "lemma")
+
+    def _scatter(self, node: Node) -> None:
+        """Relates the result of a ScatterElements that adds to rows that ranks have parts of."""
+        shapes = [self.shape(name) for name in node.inputs]
+        if node.inputs[0] in self.model.constants:
+            self._relate_constant(node.inputs[0])
+        if any(not shape for shape in shapes):
+            return
+        known = [shape or () for shape in shapes]
+        for data in list(self.relations.by_term.get(node.inputs[0], ())):
+            for held in list(self.lookups.scattered(node, data, known)):
+                self._hold_sum(node, held, known[0])
+        source = self._makers.get(node.inputs[1])
+        zeros = self.model.constants.get(node.inputs[0])
+        if source is None or source.kind != ("", "Expand") or zeros is None or not is_zero(zeros):
+            return
+        column = (known[1][0], *[1] * (len(known[1]) - 1))
+        is_row = known[1] == known[2] and known[1][1:] == known[0][1:]
+        adds = node.attrs.get("reduction") == "add" and node.attrs.get("axis", 0) == 0
+        if is_row and adds and self.shape(source.inputs[0]) == column:
+            for held in self.flat.relate(node, source.inputs[0], known, self._anchors(node)):
+                self._hold_sum(node, held, known[0])
+                self.proved.setdefault(source.key, "lemma")  # ranks need not have its result
+                self.refused.pop(source.key, None)
+
+    def _hold_sum(self, node: Node, held: Held, shape: Shape) -> None:
+        self.model.shapes.setdefault(held.term, shape)
+        self.hold(held)
+        self.proved.setdefault(node.key, "lemma")
 
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
