@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.evaluate import NotComputed, plain_session
+from onnxpar.equivalence.evaluate import Runner
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.program import (
     MOST_FOLDED,
@@ -21,7 +21,9 @@ from onnxpar.equivalence.program import (
     infer,
     read_node,
     rewired,
+    schema_of,
 )
+from onnxpar.equivalence.ranks import PLUGIN
 from onnxpar.equivalence.trace import MOVED, move
 
 MOST_EQUAL = 64
@@ -30,18 +32,20 @@ MOST_EQUAL = 64
 
 _GROWING = frozenset(["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike"])
 """Ops whose results may be much larger than their operands, by the values of these."""
+_SIZES = frozenset([("", "Shape"), ("", "Size")])
+"""Ops that read nothing but a shape."""
 MOST_ELEMENTS = 1 << 24
 """The most elements of a computed constant."""
 
 
-def fold(program: Program, keeps: bool = False) -> None:
+def fold(program: Program, keeps: bool = False, infers: bool = True) -> None:
     """Adds the values of nodes that read only constants to a program's constants, and removes these
-    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too; constants may tell
-    more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
+    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too; if it `infers`,
+    constants tell more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
     while True:
         _fold_once(program, keeps)
         known = len(program.shapes)
-        if keeps or not known:
+        if not infers or not known:
             return
         for node in program.nodes:
             if any(name and name not in program.shapes for name in node.outputs):
@@ -53,18 +57,23 @@ def fold(program: Program, keeps: bool = False) -> None:
 def _fold_once(program: Program, keeps: bool) -> None:
     rest, constant = [], list[Node]()
     known = set(program.constants.names())
-    for node in program.nodes:
-        if node.op == "Shape" and node.domain == "" and node.inputs[0] in program.shapes:
+    makers = {name: node for node in program.nodes for name in node.outputs}
+    for given in program.nodes:
+        node = given
+        if node.kind == ("", "CastLike") and node.inputs[0] in known:
+            node = _cast(node, program, makers)
+        if node.kind in _SIZES and node.inputs[0] in program.shapes:
             shape = np.array(program.shapes[node.inputs[0]], np.int64)
             start, end = node.attrs.get("start", 0), node.attrs.get("end")
-            program.constants.add(node.outputs[0], shape[slice(start, end)])
+            value = shape[slice(start, end)] if node.op == "Shape" else shape.prod()
+            program.constants.add(node.outputs[0], np.asarray(value))
             known.add(node.outputs[0])
             continue
         if node.outputs and all(name in known for name in node.outputs):
-            rest.append(node)
+            rest.append(given)
             continue
         if not _is_constant(node, known):
-            rest.append(node)
+            rest.append(given)
             continue
         is_small = _reads_little(node, program)
         if not is_small or node.op in _GROWING:
@@ -73,13 +82,47 @@ def _fold_once(program: Program, keeps: bool) -> None:
         if is_small and not _makes_much(node, program):
             constant.append(node)
         elif not _move(node, program):
-            rest.append(node)
+            rest.append(given)
             continue
         known |= set(node.outputs)
-    read = {name for node in rest for name in node.inputs} | set(program.outputs)
+    read = {name for node in rest for name in (*node.inputs, *captured(node.proto))}
+    read |= {*program.outputs}
     _compute(constant, [n for node in constant for n in node.outputs if n in read], program)
     if not keeps:
         program.nodes = rest
+
+
+def _cast(node: Node, program: Program, makers: Mapping[str, Node]) -> Node:
+    """The Cast that a CastLike is, if the type of its second operand is known; else the node."""
+    kind = _type(node.inputs[1], program, makers)
+    if not kind:
+        return node
+    proto = onnx.NodeProto()
+    proto.CopyFrom(node.proto)
+    proto.op_type = "Cast"
+    del proto.input[1:]
+    proto.attribute.append(helper.make_attribute("to", kind))
+    return read_node(proto)
+
+
+def _type(name: str, program: Program, makers: Mapping[str, Node]) -> int:
+    """The type of a tensor: that of the operand which has the same one, and so on; 0 if none is
+    known."""
+    while not program.types.get(name):
+        if name in program.constants:
+            return int(helper.np_dtype_to_tensor_dtype(program.constants[name].dtype))
+        node = makers.get(name)
+        schema = None if node is None else schema_of(node, program.opsets)
+        if node is not None and node.domain == PLUGIN:
+            name = node.inputs[0]
+        elif node is None or schema is None or node.op == "Cast":
+            return 0 if node is None else int(node.attrs.get("to", 0))
+        else:
+            place = min(node.outputs.index(name), len(schema.outputs) - 1)
+            kind = schema.outputs[place].type_str
+            pairs = zip(node.inputs, schema.inputs, strict=False)
+            name = next((own for own, port in pairs if own and port.type_str == kind), "")
+    return program.types[name]
 
 
 def _move(node: Node, program: Program) -> bool:
@@ -166,9 +209,10 @@ def _makes_much(node: Node, program: Program) -> bool:
 
 
 def _compute(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> None:
+    given = {name for node in nodes if node.op == "Constant" for name in node.outputs}
     if wanted:
         for name, value in zip(wanted, _run(nodes, wanted, program), strict=True):
-            program.constants.add(name, value)
+            program.constants.add(name, value, name in given)
 
 
 def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list[Array]:
@@ -179,8 +223,4 @@ def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list
     graph = helper.make_graph([n.proto for n in nodes], "constants", [], outputs, stored)
     opsets = [helper.make_opsetid(d, v) for d, v in program.opsets.items() if d != "onnxpar"]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    try:
-        session = plain_session(model.SerializeToString())
-        return [np.asarray(value) for value in session.run(list(wanted), {})]
-    except Exception as error:  # onnxruntime raises types of its own
-        raise NotComputed(f"{error!s:.200}") from None
+    return Runner(model.SerializeToString()).run(wanted, {})

@@ -128,7 +128,7 @@ class Walk:
         while todo:
             for program in self.ranks.programs:
                 try:
-                    fold(program, keeps=True)
+                    fold(program, keeps=True, infers=False)
                 except NotComputed as error:
                     raise ModelError(f"{program.path} cannot run: {error}") from None
             self.ranks.forget()

@@ -7,6 +7,7 @@ A window is what lies between tensors that are related already and one that is n
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
@@ -24,7 +25,7 @@ from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
 from onnxpar.equivalence.spans import Families, covers
 from onnxpar.equivalence.weights import Weights
 
-DRAWS, MOST_DRAWS = 4, 48
+DRAWS, MOST_DRAWS = 4, 512
 """The least and the most draws of a window: more if results have few different values."""
 _BITS = 96
 """What draws must tell of a result: a wrong relation holds with a probability of 2 to the power of
@@ -61,10 +62,12 @@ class Disagreement(NotComputed):
 
 class _Evidence:
     """How much the values of a result tell on all draws, in bits: a result that is the same
-    everywhere agrees with everything."""
+    everywhere agrees with everything. Of whole numbers, truths and texts, each element counts that
+    is not the commonest of its draw; of single ones, each draw."""
 
     def __init__(self) -> None:
         self.values: set[object] = set()
+        self.single = Counter[object]()
         self.bits = 0.0
         self.is_empty = False
 
@@ -72,9 +75,12 @@ class _Evidence:
         """Adds the value of a draw."""
         flat = _some(value.reshape(-1))
         self.is_empty = not flat.size
+        if flat.size == 1 and value.dtype.kind in "biuO":
+            self.single[flat[0]] += 1
+            self.bits = float(self.single.total() - max(self.single.values()))
+            return
         if value.dtype.kind == "b":
             self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
-            self.bits += flat.size == 1
             return
         own = flat
         if value.dtype.kind in "iuO" and flat.size:
@@ -198,9 +204,10 @@ class Sampler:
         return any(self.weights.relate(term, name) for term in constants)
 
     def _numbers(self, window: Window, dtype: np.dtype[Any]) -> Array:
-        """The numbers of constants and attributes of the model in a window, and 1 and 0."""
-        floats = list(self._attributes(window))
-        found = [np.array([0.0, 1.0, -1.0, *floats, *(-v for v in floats)], dtype)]
+        """The numbers of constants and attributes of the model in a window, 1 and 0, and the ends
+        of the type, which stand for infinity."""
+        floats = [0.0, 1.0, float(np.finfo(dtype).max), *self._attributes(window)]
+        found = [np.array([*floats, *(-number for number in floats)], dtype)]
         for term in window.reads:
             is_small = term in self.model.constants and (
                 math.prod(self.model.constants.shape(term)) <= MOST_COMPARED
@@ -220,13 +227,18 @@ class Sampler:
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window
-        reads: a mean of some elements counts for as many."""
+        reads: a mean of some elements counts for as many. So is 1 by the root of a divisor: the
+        scale of heads of so many elements."""
         sizes: set[int] = set()
         for term in window.reads:
             shape = self.model.shapes.get(term, ())
             sizes |= {*shape, math.prod(shape), *map(math.prod, pairwise(shape))}
         shares = (number * size for size in sizes)
-        return any(share and abs(share - round(share)) < 1e-6 * abs(share) for share in shares)
+        root = number**-2 if number > 0 else 0.0
+        is_root = 1 <= root < MOST_ELEMENTS and abs(root - round(root)) < 1e-6 * root
+        return (is_root and any(size % round(root) == 0 for size in sizes)) or any(
+            share and abs(share - round(share)) < 1e-6 * abs(share) for share in shares
+        )
 
     def _closure(self, window: Window, with_collectives: bool, most: int) -> list[RankNode]:
         """The first nodes of ranks that compute from the tensors which the window reads, and from
