@@ -119,8 +119,7 @@ class Bundle:
         layout, shape = port.get("layout"), port.get("shape")
         if layout is None:
             return None
-        is_open = shape is not None and None in shape
-        if is_open and (known is None or len(known) != len(shape)):
+        if shape is not None and None in shape and (known is None or len(known) != len(shape)):
             return None
         layout = _with_sizes(layout, shape or (), known or ())
         found = tuple(families_of(layout, self.mesh, families, self.size))

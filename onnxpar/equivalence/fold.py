@@ -44,6 +44,8 @@ def fold(program: Program, keeps: bool = False, infers: bool = True) -> None:
     constants tell more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
     while True:
         _fold_once(program, keeps)
+        if not keeps and _take_branches(program):
+            continue
         known = len(program.shapes)
         if not infers or not known:
             return
@@ -90,6 +92,31 @@ def _fold_once(program: Program, keeps: bool) -> None:
     _compute(constant, [n for node in constant for n in node.outputs if n in read], program)
     if not keeps:
         program.nodes = rest
+
+
+def _take_branches(program: Program) -> bool:
+    """Puts the nodes of a branch in the place of each If whose condition is a constant; False if
+    there is none."""
+    nodes: list[Node] = []
+    names = {*program.constants.names(), *program.inputs}
+    names |= {name for node in program.nodes for name in node.outputs}
+    for node in program.nodes:
+        known = program.constants.get(node.inputs[0]) if node.kind == ("", "If") else None
+        branch = None if known is None else "then_branch" if known.all() else "else_branch"
+        body = None if branch is None else node.bodies[branch]
+        if body is None or body.own & names:
+            nodes.append(node)
+            continue
+        names |= body.own
+        for name, value in body.constants.items():
+            program.constants.add(name, value, is_given=True)
+        nodes += body.nodes
+        for name, inner in zip(node.outputs, body.outputs, strict=True):
+            if name:
+                nodes.append(read_node(helper.make_node("Identity", [inner], [name])))
+    is_taken = len(nodes) != len(program.nodes) or nodes != program.nodes
+    program.nodes = nodes
+    return is_taken
 
 
 def _cast(node: Node, program: Program, makers: Mapping[str, Node]) -> Node:

@@ -322,10 +322,16 @@ class Walk:
                 self.hold(held)
             if found:
                 for inner in window.nodes:
+                    if inner is not node and self._makes_unknown_output(inner):
+                        continue
                     self.refused.pop(inner.key, None)
                     self.proved.setdefault(inner.key, "sampled")
                 return True
         return False
+
+    def _makes_unknown_output(self, node: Node) -> bool:
+        ports = {*node.outputs} & {*self.model.outputs}
+        return any(not self.relations.by_term.get(name) for name in ports)
 
     def _is_independent(self, window: Window) -> bool:
         """True if no tensor that a window reads depends on another: drawn values then are values

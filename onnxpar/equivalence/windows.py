@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
-from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
+from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values, has_one_body
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
@@ -153,12 +153,18 @@ class Sampler:
             if not found and self.computed & {*named}:
                 raise Disagreement("ranks compute another value")
             computed |= self.computed
-            wanted = [name for name in wanted if all(held.term != name for held in found)]
+            wanted = [name for name in wanted if not self._is_found(name, found)]
             if not wanted:
                 break
         if not found and computed & {*added}:
             raise Disagreement("ranks add up another value")
         return found
+
+    def _is_found(self, name: str, found: Sequence[Held]) -> bool:
+        """True if a result is related; an output of the model, to the tensor of ranks with its
+        name."""
+        is_port = name in self.model.outputs and name in self.ranks.makers
+        return any(held.term == name and (held.name == name or not is_port) for held in found)
 
     def _check_kept(self, window: Window) -> None:
         """Integers and Booleans tell little of the real numbers that they are made from: these must
@@ -385,7 +391,8 @@ class Sampler:
         kinds = {each.attrs.get("to") for each in (*window.nodes, *(n.first for n in nodes))}
         kinds |= {self.model.types.get(name, 1) for name in window.reads}
         exact = [h for h in found if self._has_exact_numbers(window, h)]
-        if draws.is_exact or kinds & _NARROW or not exact:
+        is_rounded = any(map(self._has_float_inside, window.nodes))
+        if draws.is_exact or kinds & _NARROW or is_rounded or not exact:
             return []
         wrong: dict[int, Held] = {}
         for number in range(MOST_DRAWS, MOST_DRAWS + 3):
@@ -404,6 +411,11 @@ class Sampler:
                 if is_run and not self._agrees(held, whole[held.term], own, False):
                     wrong[id(held)] = held
         return list(wrong.values())
+
+    def _has_float_inside(self, node: Node) -> bool:
+        """True for an op whose definition computes with a number of float32, such as a scale."""
+        has_float = any(isinstance(value, float) for value in node.attrs.values())
+        return has_float and not has_one_body(node, self.model)
 
     def _has_exact_numbers(self, window: Window, held: Held) -> bool:
         """True if ranks compute a tensor from numbers of the model alone."""
@@ -512,9 +524,10 @@ class Sampler:
                     continue
                 if own[0][name].dtype != value.dtype:
                     continue
+                sizes = [tuple(shape[axis] for shape in shapes) for axis in range(value.ndim)]
                 choices = [
-                    self.families.known(size, tuple(shape[axis] for shape in shapes))
-                    for axis, size in enumerate(value.shape)
+                    self.families.known(size, own) or self.families.coarse(size, own)
+                    for size, own in zip(value.shape, sizes, strict=True)
                 ]
                 for dims in islice(product(*choices), _MOST_WAYS):
                     yield Held(term, name, dims)
