@@ -95,7 +95,7 @@ class Evaluator:
             feeds = {name: self._fed(values[name]) for name in read}
         except KeyError as error:
             raise NotComputed(f"{error} has no value") from None
-        is_free = all(has_one_body(node, program) for node in nodes)
+        is_free = all(_has_one_body(node, program) for node in nodes)
         inputs = [
             helper.make_tensor_value_info(
                 n, _type(value), [None] * value.ndim if is_free else value.shape
@@ -240,7 +240,7 @@ class Evaluator:
         return True
 
 
-def has_one_body(node: Node, program: Program) -> bool:
+def _has_one_body(node: Node, program: Program) -> bool:
     """False for an op whose definition depends on the shapes of its operands, or is not known."""
     schema = schema_of(node, program.opsets) if node.domain == "" else None
     return schema is not None and not schema.has_context_dependent_function  # type: ignore[attr-defined]

@@ -249,7 +249,7 @@ class Walk:
     def _anchors(self, node: Node) -> list[RankNode]:
         """The nodes of ranks that name a node of the model as their origin; of one without a name,
         those that compute tensors with the names of its results."""
-        if node.name:
+        if node.proto.name:
             return self._origins.get(node.name, [])
         makers = (self.ranks.makers.get(name) for name in node.outputs if name)
         return [maker for maker in makers if maker is not None]

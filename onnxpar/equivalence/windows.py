@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
-from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values, has_one_body
+from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
@@ -42,6 +42,9 @@ _DISCRETE = frozenset(
 """The element types of integers and the like."""
 _NARROW = frozenset([TensorProto.FLOAT16, TensorProto.BFLOAT16])
 """The element types of real numbers that have fewer bits than float32."""
+_DEFINED = frozenset(("", op) for op in ("Attention", "LinearAttention", "CausalConvWithState"))
+"""Ops of which float64 does not tell more: onnxruntime computes them by their definitions, which
+cast to float32."""
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
@@ -54,6 +57,8 @@ MOST_KEPT = 200
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
+_FEW = 4
+"""The most different values of reals that are counted like whole numbers."""
 
 
 class Disagreement(NotComputed):
@@ -62,8 +67,9 @@ class Disagreement(NotComputed):
 
 class _Evidence:
     """How much the values of a result tell on all draws, in bits: a result that is the same
-    everywhere agrees with everything. Of whole numbers, truths and texts, each element counts that
-    is not the commonest of its draw; of single ones, each draw."""
+    everywhere agrees with everything. Of whole numbers, truths and texts, and of reals that have
+    few values, each element counts that is not the commonest of its draw; of single ones, each
+    draw."""
 
     def __init__(self) -> None:
         self.values: set[object] = set()
@@ -83,8 +89,9 @@ class _Evidence:
             self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
             return
         own = flat
-        if value.dtype.kind in "iuO" and flat.size:
-            self.bits += flat.size - int(np.unique(flat, return_counts=True)[1].max())
+        counts = np.unique(flat, return_counts=True)[1]
+        if flat.size and (value.dtype.kind in "iuO" or len(counts) <= _FEW):
+            self.bits += flat.size - int(counts.max())
         elif flat.size:
             wide = flat.astype(np.float64)
             own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
@@ -391,7 +398,7 @@ class Sampler:
         kinds = {each.attrs.get("to") for each in (*window.nodes, *(n.first for n in nodes))}
         kinds |= {self.model.types.get(name, 1) for name in window.reads}
         exact = [h for h in found if self._has_exact_numbers(window, h)]
-        is_rounded = any(map(self._has_float_inside, window.nodes))
+        is_rounded = any(node.kind in _DEFINED for node in window.nodes)
         if draws.is_exact or kinds & _NARROW or is_rounded or not exact:
             return []
         wrong: dict[int, Held] = {}
@@ -411,11 +418,6 @@ class Sampler:
                 if is_run and not self._agrees(held, whole[held.term], own, False):
                     wrong[id(held)] = held
         return list(wrong.values())
-
-    def _has_float_inside(self, node: Node) -> bool:
-        """True for an op whose definition computes with a number of float32, such as a scale."""
-        has_float = any(isinstance(value, float) for value in node.attrs.values())
-        return has_float and not has_one_body(node, self.model)
 
     def _has_exact_numbers(self, window: Window, held: Held) -> bool:
         """True if ranks compute a tensor from numbers of the model alone."""
