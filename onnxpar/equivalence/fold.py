@@ -32,6 +32,8 @@ MOST_EQUAL = 64
 
 _GROWING = frozenset(["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike"])
 """Ops whose results may be much larger than their operands, by the values of these."""
+_NO_TENSORS = frozenset(["SequenceEmpty", "SequenceConstruct", "SplitToSequence", "Optional"])
+"""Ops that make something else than a tensor from tensors."""
 _SIZES = frozenset([("", "Shape"), ("", "Size")])
 """Ops that read nothing but a shape."""
 MOST_ELEMENTS = 1 << 24
@@ -216,7 +218,7 @@ def _equal_constants(program: Program) -> dict[str, str]:
 
 def _is_constant(node: Node, known: set[str]) -> bool:
     """True for a node that onnxruntime can compute from constants alone."""
-    if node.domain != "" or node.op in RANDOM or node.has_body:
+    if node.domain != "" or node.op in RANDOM or node.op in _NO_TENSORS or node.has_body:
         return False
     return all(name in known for name in node.inputs if name)
 

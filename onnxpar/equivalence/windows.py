@@ -442,6 +442,8 @@ class Sampler:
         """True if ranks together hold all elements: less may be a tensor by accident, of which the
         model's is a longer one."""
         shape = self.model.shapes.get(held.term)
+        if shape is not None and len(shape) != len(held.dims):
+            return False  # an If whose branches have results of other ranks
         return shape is None or covers(held.dims, shape, self.ranks.size)
 
     def _computed(
