@@ -446,6 +446,9 @@ class Walk:
         found: dict[int, RankNode] = {}
         names = [n for n in dict.fromkeys(node.inputs) if n]
         variable = [n for n in names if n not in self.model.constants]
+        if not names and not node.has_body:  # such as an empty sequence
+            own = self.ranks.makers.get(node.outputs[0])
+            return [own] if own and own.first.kind == node.kind and own.is_alike else []
         for name in variable or names:
             if not variable:
                 self._relate_constant(name)

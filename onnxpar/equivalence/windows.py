@@ -89,12 +89,12 @@ class _Evidence:
             self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
             return
         own = flat
-        counts = np.unique(flat, return_counts=True)[1]
-        if flat.size and (value.dtype.kind in "iuO" or len(counts) <= _FEW):
-            self.bits += flat.size - int(counts.max())
-        elif flat.size:
+        if value.dtype.kind not in "iuO" and flat.size:
             wide = flat.astype(np.float64)
             own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
+        counts = np.unique(own, return_counts=True)[1]
+        if len(own) and (value.dtype.kind in "iuO" or len(counts) <= _FEW):
+            self.bits += len(own) - int(counts.max())
         if 2 * len(own) >= flat.size:
             fresh = {*np.unique(own)[:64].tolist()} - self.values
             self.bits += (16.0 if value.dtype.kind not in "iuO" else 3.0) * len(fresh)

@@ -50,6 +50,10 @@ MODELS = {
         """m (float[2,3] x) => (int64[2,1] y) { y = ArgMax<axis = 1>(x) }""",
         {"mesh": {"tp": 2}, "tensors": {"x": [None, "tp"]}},
     ),
+    "one sample for two ranks": (
+        """m (float[n,6] x, float[1,6] w) => (float[n,6] y) { h = Relu(w)  y = Add(x, h) }""",
+        {"mesh": {"dp": 2}, "tensors": {"x": ["dp", None]}},
+    ),
     "half numbers without a kernel": (
         """m (bfloat16[4,6] x) => (bfloat16[4,6] y) { h = Neg(x)  y = Softmax(h) }""",
         {"mesh": {"tp": 2}, "tensors": {"x": [None, "tp"]}},
