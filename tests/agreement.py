@@ -90,14 +90,13 @@ def reference(
     return feeds, run_unsplit(model, feeds)
 
 
-def check_agrees(model: Path, folder: Path, how: Options, proves: bool = True) -> Plan:
+def check_agrees(model: Path, folder: Path, how: Options) -> Plan:
     """Shards into `folder`, and proves the folder; an AssertionError where an output differs from
     the unsplit model's."""
     par = folder / "model.par"
     plan = sharder.shard(model, par, how)
-    if proves:
-        proof = onnxpar.verify(model, par)
-        assert proof.ok, proof.text()
+    proof = onnxpar.verify(model, par)
+    assert proof.ok, proof.text()
     feeds, wanted = reference(model, tuple(sorted((how.dims or {}).items())))
     check_outputs(run_ranks(par, feeds), wanted, [p.name for p in plan.outputs])
     return plan

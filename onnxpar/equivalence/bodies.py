@@ -85,11 +85,14 @@ class Bodies:
         for index, (first, second) in enumerate(
             zip(found[0].outputs, found[1].outputs, strict=True)
         ):
-            shapes = [inside.shapes[index] for inside in found]
-            if shapes[0] is None or shapes[0] != shapes[1]:
-                raise NotShown("branches have results of other shapes")
-            others = {(held.dims, held.partial) for held in second}
-            same = [held for held in first if (held.dims, held.partial) in others]
+            shapes = [inside.shapes[index] or () for inside in found]
+            if None in (found[0].shapes[index], found[1].shapes[index]):
+                raise NotShown(f"the shape of result {index} is unknown")
+            if shapes[0] != shapes[1] and self.walk.readers.get(self.node.outputs[index]):
+                raise NotShown("nodes read a result that branches give other shapes")
+            same = [
+                held for held in first if any(_are_alike((held, other), shapes) for other in second)
+            ]
             if not same:
                 raise NotShown(f"after a branch, ranks have other positions of result {index}")
             results += [Result(index, h.dims, shapes[0], h.partial) for h in same]
@@ -262,6 +265,7 @@ class Bodies:
         for rank, program in enumerate(ranks.programs):
             for held in starts:
                 program.shapes[held.name] = tuple(f.sizes[rank] for f in held.dims)
+                program.types[held.name] = model.types[held.term]
         try:
             fold(model)
             for program in ranks.programs:
@@ -294,6 +298,16 @@ class Bodies:
             more = f" ({rules[0].removeprefix('rule').strip()})" if rules else ""
             raise NotShown(f"in the body, {term!r} is not shown{why}{more}")
         return held
+
+
+def _are_alike(pair: tuple[Held, Held], shapes: Sequence[Shape]) -> bool:
+    """True if ranks hold the same positions after both branches; of dimensions with other sizes,
+    all."""
+    first, second = pair
+    if first.partial != second.partial or len(shapes[0]) != len(shapes[1]):
+        return False
+    rows = zip(first.dims, second.dims, *shapes, strict=True)
+    return all(a is b if n == m else a.is_whole(n) and b.is_whole(m) for a, b, n, m in rows)
 
 
 def straighten(program: Program) -> None:

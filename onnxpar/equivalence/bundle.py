@@ -118,10 +118,9 @@ class Bundle:
         layout, shape = port.get("layout"), port.get("shape")
         if layout is None:
             return None
-        if shape is not None and None in shape:
-            if known is None or len(known) != len(shape):
-                return None
-            layout = _with_sizes(layout, shape, known)
+        if shape is not None and None in shape and (known is None or len(known) != len(shape)):
+            return None
+        layout = _with_sizes(layout, shape or (), known or ())
         found = tuple(families_of(layout, self.mesh, families, self.size))
         if shape is not None and len(shape) != len(found):
             raise DamagedError(f"{self.folder}/plan.json: the layout of {port['name']!r} is none")
@@ -230,12 +229,18 @@ class Bundle:
         return program
 
 
-def _with_sizes(layout: Mapping[str, Any], shape: Sequence[object], known: Shape) -> dict[str, Any]:
-    """A layout with these sizes in place of those that data decide."""
-    dims = [
-        dim if size is not None else {**dim, "size": own}
-        for dim, size, own in zip(layout["dims"], shape, known, strict=True)
-    ]
+def _with_sizes(
+    layout: Mapping[str, Any], shape: Sequence[object], known: Shape
+) -> Mapping[str, Any]:
+    """A layout with the open sizes of a port in place of those that it does not have, and `known`
+    ones in place of those that data decide."""
+    try:
+        dims = [*layout["dims"]]
+        for axis, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            if not isinstance(size, int) and dim.get("size") == -1:
+                dims[axis] = {**dim, "size": known[axis] if size is None else size}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return layout  # which families_of refuses, unless it needs no sizes
     return {**layout, "dims": dims}
 
 

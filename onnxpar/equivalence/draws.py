@@ -42,6 +42,8 @@ class Draws:
         self.least = min(self.bounds.values(), default=5)
         self.words = ["", "another", *_words(nodes)]
         self.has_negative = not any(node.op in _CLASSES for node in nodes)
+        self.scale = 0.25 if any(node.op == "LinearAttention" for node in nodes) else 1.0
+        """Small numbers for states that would grow from step to step, and their rounding faster."""
         self.has_zeros = any(node.op == "NonZero" for node in nodes)
 
     def narrow(self) -> bool:
@@ -86,7 +88,7 @@ class Draws:
         if self.is_exact:
             values = np.asarray(random.integers(-48, 49, shape), np.float64)
         else:
-            values = np.asarray(random.standard_normal(shape))
+            values = np.asarray(self.scale * random.standard_normal(shape))
         return np.where(random.random(shape) < 0.25, 0, values) if self.has_zeros else values
 
     def _integers(

@@ -1,5 +1,5 @@
 """Computes parts of a model, and of all ranks' graphs, on drawn values: single ops by onnxruntime,
-collectives by NumPy."""
+or by ONNX's reference if it has no kernel, collectives by NumPy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import GraphProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import ModelError
-from onnxpar.equivalence.program import Node, Program, captured
+from onnxpar.equivalence.program import Node, Program, captured, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, align, communicates
 
 Values = dict[str, Array]
@@ -44,13 +45,43 @@ def plain_session(model: bytes) -> ort.InferenceSession:
     return ort.InferenceSession(model, options, ["CPUExecutionProvider"])
 
 
+class Runner:
+    """Computes a model: onnxruntime does, or ONNX's reference where onnxruntime has no kernel, or
+    NumPy no array for it. Errors: NotComputed."""
+
+    def __init__(self, model: bytes) -> None:
+        self._model: ort.InferenceSession | ReferenceEvaluator
+        try:
+            self._model = plain_session(model)
+            ports = (*self._model.get_inputs(), *self._model.get_outputs())
+            if not any("float8" in port.type or "bfloat16" in port.type for port in ports):
+                return
+        except Exception as error:  # onnxruntime raises types of its own
+            if "NOT_IMPLEMENTED" not in str(error):
+                raise NotComputed(f"{error!s:.200}") from None
+        try:
+            self._model = ReferenceEvaluator(onnx.load_from_string(model))
+        except Exception as error:  # an op that the reference does not know, either
+            raise NotComputed(f"{error!s:.200}") from None
+
+    def run(self, wanted: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+        """The results of these names."""
+        try:
+            found = self._model.run(list(wanted), dict(feeds))
+        except Exception as error:  # of both, of any type
+            raise NotComputed(f"{error!s:.200}") from None
+        if not all(isinstance(value, np.ndarray | np.generic) for value in found):
+            raise NotComputed("a result is no tensor")
+        return [np.asarray(value) for value in found]
+
+
 class Evaluator:
     """Runs nodes; sessions are kept for equal nodes. One that `is_wide` computes what is float32 in
     float64."""
 
     def __init__(self, is_wide: bool = False) -> None:
         self.is_wide = is_wide
-        self._sessions: dict[bytes, ort.InferenceSession] = {}
+        self._runners: dict[bytes, Runner] = {}
 
     def run(
         self, nodes: Sequence[Node], values: Mapping[str, Array], program: Program,
@@ -64,9 +95,11 @@ class Evaluator:
             feeds = {name: self.fed(values[name]) for name in read}
         except KeyError as error:
             raise NotComputed(f"{error} has no value") from None
-        is_standard = all(node.domain == "" for node in nodes)
+        is_free = all(_has_one_body(node, program) for node in nodes)
         inputs = [
-            helper.make_tensor_value_info(n, _type(value), None if is_standard else value.shape)
+            helper.make_tensor_value_info(
+                n, _type(value), [None] * value.ndim if is_free else value.shape
+            )
             for n, value in feeds.items()
         ]
         outputs = [onnx.ValueInfoProto(name=name) for name in wanted]
@@ -76,15 +109,9 @@ class Evaluator:
         if self.is_wide:
             _widen(model.graph)
         data = model.SerializeToString(deterministic=True)
-        try:
-            if data not in self._sessions:
-                self._sessions[data] = plain_session(data)
-            found = self._sessions[data].run(list(wanted), feeds)
-        except Exception as error:  # onnxruntime raises types of its own
-            raise NotComputed(f"{error!s:.200}") from None
-        if not all(isinstance(value, np.ndarray) for value in found):
-            raise NotComputed("a result is no tensor")
-        return [np.asarray(value) for value in found]
+        if data not in self._runners:
+            self._runners[data] = Runner(data)
+        return self._runners[data].run(wanted, feeds)
 
     def fed(self, value: Array) -> Array:
         """A value as it is computed with."""
@@ -212,6 +239,12 @@ class Evaluator:
         for own, found in zip(values, results, strict=True):
             own.update(zip(wanted, found, strict=True))
         return True
+
+
+def _has_one_body(node: Node, program: Program) -> bool:
+    """False for an op whose definition depends on the shapes of its operands, or is not known."""
+    schema = schema_of(node, program.opsets) if node.domain == "" else None
+    return schema is not None and not schema.has_context_dependent_function  # type: ignore[attr-defined]
 
 
 def _ways(node: Node, kind: str, count: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.evaluate import NotComputed, plain_session
+from onnxpar.equivalence.evaluate import Runner
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.program import (
     MOST_FOLDED,
@@ -23,7 +23,9 @@ from onnxpar.equivalence.program import (
     infer,
     read_node,
     rewired,
+    schema_of,
 )
+from onnxpar.equivalence.ranks import PLUGIN
 from onnxpar.equivalence.trace import MOVED, move
 
 MOST_EQUAL = 64
@@ -32,6 +34,10 @@ MOST_EQUAL = 64
 
 _GROWING = frozenset(["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike"])
 """Ops whose results may be much larger than their operands, by the values of these."""
+_NO_TENSORS = frozenset(["SequenceEmpty", "SequenceConstruct", "SplitToSequence", "Optional"])
+"""Ops that make something else than a tensor from tensors."""
+_SIZES = frozenset([("", "Shape"), ("", "Size")])
+"""Ops that read nothing but a shape."""
 MOST_ELEMENTS = 1 << 24
 """The most elements of a computed constant."""
 
@@ -44,15 +50,19 @@ MOST_FILLED = 1 << 31
 """The most elements of a constant that are all the same."""
 
 
-def fold(program: Program, keeps: bool = False, computed: Known | None = None) -> None:
+def fold(
+    program: Program, keeps: bool = False, infers: bool = True, computed: Known | None = None
+) -> None:
     """Adds the values of nodes that read only constants to a program's constants, and removes these
-    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too; constants may tell
-    more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
+    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too; if it `infers`,
+    constants tell more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
     computed = {} if computed is None else computed
     while True:
         _fold_once(program, keeps, computed)
+        if not keeps and _take_branches(program):
+            continue
         known = len(program.shapes)
-        if keeps or not known:
+        if not infers or not known:
             return
         for node in program.nodes:
             if any(name and name not in program.shapes for name in node.outputs):
@@ -64,18 +74,23 @@ def fold(program: Program, keeps: bool = False, computed: Known | None = None) -
 def _fold_once(program: Program, keeps: bool, computed: Known) -> None:
     rest, constant = [], list[Node]()
     known = set(program.constants.names())
-    for node in program.nodes:
-        if node.op == "Shape" and node.domain == "" and node.inputs[0] in program.shapes:
+    makers = {name: node for node in program.nodes for name in node.outputs}
+    for given in program.nodes:
+        node = given
+        if node.kind == ("", "CastLike") and node.inputs[0] in known:
+            node = _cast(node, program, makers)
+        if node.kind in _SIZES and node.inputs[0] in program.shapes:
             shape = np.array(program.shapes[node.inputs[0]], np.int64)
             start, end = node.attrs.get("start", 0), node.attrs.get("end")
-            program.constants.add(node.outputs[0], shape[slice(start, end)])
+            value = shape[slice(start, end)] if node.op == "Shape" else shape.prod()
+            program.constants.add(node.outputs[0], np.asarray(value))
             known.add(node.outputs[0])
             continue
         if node.outputs and all(name in known for name in node.outputs):
-            rest.append(node)
+            rest.append(given)
             continue
         if not _is_constant(node, known):
-            rest.append(node)
+            rest.append(given)
             continue
         is_small = _reads_little(node, program)
         if not is_small or node.op in _GROWING:
@@ -87,14 +102,73 @@ def _fold_once(program: Program, keeps: bool, computed: Known) -> None:
         elif is_small and not _makes_much(node, program):
             constant.append(node)
         elif not _move(node, program):
-            rest.append(node)
+            rest.append(given)
             continue
         known |= set(node.outputs)
-    read = {name for node in rest for name in node.inputs} | set(program.outputs)
+    read = {name for node in rest for name in (*node.inputs, *captured(node.proto))}
+    read |= {*program.outputs}
     made = [n for node in constant for n in node.outputs if n in read]
     _compute(constant, made, program, computed)
     if not keeps:
         program.nodes = rest
+
+
+def _take_branches(program: Program) -> bool:
+    """Puts the nodes of a branch in the place of each If whose condition is a constant; False if
+    there is none."""
+    nodes: list[Node] = []
+    names = {*program.constants.names(), *program.inputs}
+    names |= {name for node in program.nodes for name in node.outputs}
+    for node in program.nodes:
+        known = program.constants.get(node.inputs[0]) if node.kind == ("", "If") else None
+        branch = None if known is None else "then_branch" if known.all() else "else_branch"
+        body = None if branch is None else node.bodies[branch]
+        if body is None or body.own & names:
+            nodes.append(node)
+            continue
+        names |= body.own
+        for name, value in body.constants.items():
+            program.constants.add(name, value, is_given=True)
+        nodes += body.nodes
+        for name, inner in zip(node.outputs, body.outputs, strict=True):
+            if name:
+                nodes.append(read_node(helper.make_node("Identity", [inner], [name])))
+    is_taken = len(nodes) != len(program.nodes) or nodes != program.nodes
+    program.nodes = nodes
+    return is_taken
+
+
+def _cast(node: Node, program: Program, makers: Mapping[str, Node]) -> Node:
+    """The Cast that a CastLike is, if the type of its second operand is known; else the node."""
+    kind = _type(node.inputs[1], program, makers)
+    if not kind:
+        return node
+    proto = onnx.NodeProto()
+    proto.CopyFrom(node.proto)
+    proto.op_type = "Cast"
+    del proto.input[1:]
+    proto.attribute.append(helper.make_attribute("to", kind))
+    return read_node(proto)
+
+
+def _type(name: str, program: Program, makers: Mapping[str, Node]) -> int:
+    """The type of a tensor: that of the operand which has the same one, and so on; 0 if none is
+    known."""
+    while not program.types.get(name):
+        if name in program.constants:
+            return int(helper.np_dtype_to_tensor_dtype(program.constants[name].dtype))
+        node = makers.get(name)
+        schema = None if node is None else schema_of(node, program.opsets)
+        if node is not None and node.domain == PLUGIN:
+            name = node.inputs[0]
+        elif node is None or schema is None or node.op == "Cast":
+            return 0 if node is None else int(node.attrs.get("to", 0))
+        else:
+            place = min(node.outputs.index(name), len(schema.outputs) - 1)
+            kind = schema.outputs[place].type_str
+            pairs = zip(node.inputs, schema.inputs, strict=False)
+            name = next((own for own, port in pairs if own and port.type_str == kind), "")
+    return program.types[name]
 
 
 def _move(node: Node, program: Program) -> bool:
@@ -164,7 +238,7 @@ def _equal_constants(program: Program) -> dict[str, str]:
 
 def _is_constant(node: Node, known: set[str]) -> bool:
     """True for a node that onnxruntime can compute from constants alone."""
-    if node.domain != "" or node.op in RANDOM or node.has_body:
+    if node.domain != "" or node.op in RANDOM or node.op in _NO_TENSORS or node.has_body:
         return False
     return all(name in known for name in node.inputs if name)
 
@@ -197,9 +271,10 @@ def _fill(node: Node, program: Program) -> bool:
 def _compute(
     nodes: Sequence[Node], wanted: Sequence[str], program: Program, computed: Known
 ) -> None:
+    given = {name for node in nodes if node.op == "Constant" for name in node.outputs}
     if wanted:
         for name, value in zip(wanted, _run(nodes, wanted, program, computed), strict=True):
-            program.constants.add(name, value)
+            program.constants.add(name, value, name in given)
 
 
 def _run(
@@ -214,10 +289,6 @@ def _run(
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     data = model.SerializeToString(deterministic=True)
     key = sha256(data).digest()
-    try:
-        if key not in computed:
-            results = plain_session(data).run(list(wanted), {})
-            computed[key] = [np.asarray(value) for value in results]
-        return computed[key]
-    except Exception as error:  # onnxruntime raises types of its own
-        raise NotComputed(f"{error!s:.200}") from None
+    if key not in computed:
+        computed[key] = Runner(data).run(wanted, {})
+    return computed[key]

@@ -176,12 +176,15 @@ def broadcast(case: Case, indices: Sequence[int]) -> tuple[tuple[Family, ...], S
 
 def _broadcast_dim(operands: Sequence[tuple[Held, Shape]], axis: int, size: int) -> Family:
     """The family of a dimension of a result, counted from the last. Operands of this size must hold
-    the same positions; operands of size 1 must hold one on each rank."""
+    the same positions; operands of size 1 must hold one on each rank. If all have size 1, a rank
+    without an element of one of them has none of the result."""
     own = [(held, held.dims[axis], shape[axis]) for held, shape in operands if len(shape) >= -axis]
     split = [(held, family) for held, family, extent in own if extent == size]
     (first, family), *others = split
     for held, other in others:
-        if other is not family:
+        if size == 1 and _is_within(other, family):
+            family = other
+        elif other is not family and not (size == 1 and _is_within(family, other)):
             raise NotShown(
                 f"{first.term!r} and {held.term!r} hold other positions of dimension {axis}"
             )
@@ -190,6 +193,12 @@ def _broadcast_dim(operands: Sequence[tuple[Held, Shape]], axis: int, size: int)
         if extent != size and not single:
             raise NotShown(f"a rank does not hold dimension {axis} of {held.term!r}")
     return family
+
+
+def _is_within(family: Family, other: Family) -> bool:
+    """True if ranks hold the element of a dimension of size 1 only where they hold it in another
+    family."""
+    return all(n <= m <= 1 for n, m in zip(family.sizes, other.sizes, strict=True))
 
 
 def elementwise(linear: Sequence[int] = (), all_linear: bool = False) -> Lemma:
@@ -222,6 +231,15 @@ def cast(case: Case) -> list[Result]:
     if held.partial and not all(kind in floats for kind in kinds):
         no_partial(held)
     return [Result(0, held.dims, tuple(case.shapes[0]), held.partial)]
+
+
+def cast_like(case: Case) -> list[Result]:
+    """CastLike: of the second operand, only the type matters."""
+    case.same_attrs()
+    case.operand(1)
+    held = case.operand(0)
+    no_partial(held)
+    return [Result(0, held.dims, tuple(case.shapes[0]))]
 
 
 def where(case: Case) -> list[Result]:
@@ -702,8 +720,8 @@ HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mish Not Reciprocal Relu Round S
 Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu
 """
 _BINARY = """
-And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Or
-Pow PRelu Xor Clip
+And BitShift BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual Max Min
+Mod Or Pow PRelu Xor Clip
 """
 """Elementwise ops that are not linear."""
 POINTWISE = frozenset(
@@ -739,6 +757,7 @@ LEMMAS: Mapping[tuple[str, str], Lemma] = {
     ("", "Mul"): elementwise(linear=(0, 1)),
     ("", "Div"): elementwise(linear=(0,)),
     ("", "Cast"): cast,
+    ("", "CastLike"): cast_like,
     ("", "Where"): where,
     ("", "MatMul"): matmul,
     ("", "Gemm"): gemm,

@@ -54,6 +54,7 @@ class Proof:
         for rank, program in enumerate(self.ranks.programs):
             for held in inputs:  # the session cuts them
                 program.shapes[held.name] = tuple(family.sizes[rank] for family in held.dims)
+                program.types[held.name] = self.model.types.get(held.term, 0)
         self.walk.fold()
         for port in self.bundle.plan["outputs"]:
             self.bundle.families(port, self.families)

@@ -105,6 +105,22 @@ class Families:
         pairs = ([*zip(family.spans, sizes, strict=True)] for family in found)
         return [self.of(s if len(s) else np.arange(n) % size for s, n in own) for own in pairs]
 
+    def coarse(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
+        """Families of these sizes of which known ones hold several elements for each position:
+        heads, of which ranks hold the elements."""
+        found = []
+        for known, families in list(self._known.items()):
+            each = sum(known) // max(sum(sizes), 1)
+            if each < 2 or any(k != each * n for k, n in zip(known, sizes, strict=True)):
+                continue
+            for family in families:
+                spans = [span[::each] // each for span in family.spans]
+                wide = [(s[:, None] * each + np.arange(each)).reshape(-1) for s in spans]
+                pairs = zip(wide, family.spans, strict=True)
+                if family.fits(size * each) and all(np.array_equal(a, b) for a, b in pairs):
+                    found.append(self.of(spans))
+        return found
+
     def _interned(self, span: Array) -> Array:
         own = np.ascontiguousarray(span, np.int64)
         return self._spans.setdefault(own.tobytes(), own)

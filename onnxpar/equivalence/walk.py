@@ -131,7 +131,7 @@ class Walk:
         while todo:
             for program in self.ranks.programs:
                 try:
-                    fold(program, keeps=True, computed=computed)
+                    fold(program, keeps=True, infers=False, computed=computed)
                 except NotComputed as error:
                     raise ModelError(f"{program.path} cannot run: {error}") from None
             self.ranks.forget()
@@ -262,7 +262,7 @@ class Walk:
     def _anchors(self, node: Node) -> list[RankNode]:
         """The nodes of ranks that name a node of the model as their origin; of one without a name,
         those that compute tensors with the names of its results."""
-        if node.name:
+        if node.proto.name:
             return self._origins.get(node.name, [])
         makers = (self.ranks.makers.get(name) for name in node.outputs if name)
         return [maker for maker in makers if maker is not None]
@@ -368,10 +368,16 @@ class Walk:
                 self.hold(held)
             if found:
                 for inner in window.nodes:
+                    if inner is not node and self._makes_unknown_output(inner):
+                        continue
                     self.refused.pop(inner.key, None)
                     self.proved.setdefault(inner.key, "sampled")
                 return True
         return False
+
+    def _makes_unknown_output(self, node: Node) -> bool:
+        ports = {*node.outputs} & {*self.model.outputs}
+        return any(not self.relations.by_term.get(name) for name in ports)
 
     def _is_independent(self, window: Window) -> bool:
         """True if no tensor that a window reads depends on another: drawn values then are values
@@ -486,6 +492,9 @@ class Walk:
         found: dict[int, RankNode] = {}
         names = [n for n in dict.fromkeys(node.inputs) if n]
         variable = [n for n in names if n not in self.model.constants]
+        if not names and not node.has_body:  # such as an empty sequence
+            own = self.ranks.makers.get(node.outputs[0])
+            return [own] if own and own.first.kind == node.kind and own.is_alike else []
         for name in variable or names:
             if not variable:
                 self._relate_constant(name)

@@ -7,6 +7,7 @@ A window is what lies between tensors that are related already and one that is n
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
@@ -24,7 +25,7 @@ from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
 from onnxpar.equivalence.spans import Families, covers
 from onnxpar.equivalence.weights import Weights
 
-DRAWS, MOST_DRAWS = 4, 48
+DRAWS, MOST_DRAWS = 4, 512
 """The least and the most draws of a window: more if results have few different values."""
 _BITS = 96
 """What draws must tell of a result: a wrong relation holds with a probability of 2 to the power of
@@ -43,6 +44,9 @@ _NARROW = frozenset([TensorProto.FLOAT16, TensorProto.BFLOAT16])
 """The element types of real numbers that have fewer bits than float32."""
 _DAMAGED = 0.9
 """If more than this share of the numbers of a constant are the model's, all must be."""
+_DEFINED = frozenset(("", op) for op in ("Attention", "LinearAttention", "CausalConvWithState"))
+"""Ops of which float64 does not tell more: onnxruntime computes them by their definitions, which
+cast to float32."""
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
@@ -55,6 +59,8 @@ MOST_KEPT = 200
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
+_FEW = 4
+"""The most different values of reals that are counted like whole numbers."""
 
 
 class Disagreement(NotComputed):
@@ -63,10 +69,13 @@ class Disagreement(NotComputed):
 
 class _Evidence:
     """How much the values of a result tell on all draws, in bits: a result that is the same
-    everywhere agrees with everything."""
+    everywhere agrees with everything. Of whole numbers, truths and texts, and of reals that have
+    few values, each element counts that is not the commonest of its draw; of single ones, each
+    draw."""
 
     def __init__(self) -> None:
         self.values: set[object] = set()
+        self.single = Counter[object]()
         self.bits = 0.0
         self.is_empty = False
 
@@ -74,16 +83,20 @@ class _Evidence:
         """Adds the value of a draw."""
         flat = _some(value.reshape(-1))
         self.is_empty = not flat.size
+        if flat.size == 1 and value.dtype.kind in "biuO":
+            self.single[flat[0]] += 1
+            self.bits = float(self.single.total() - max(self.single.values()))
+            return
         if value.dtype.kind == "b":
             self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
-            self.bits += flat.size == 1
             return
         own = flat
-        if value.dtype.kind in "iuO" and flat.size:
-            self.bits += flat.size - int(np.unique(flat, return_counts=True)[1].max())
-        elif flat.size:
+        if value.dtype.kind not in "iuO" and flat.size:
             wide = flat.astype(np.float64)
             own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
+        counts = np.unique(own, return_counts=True)[1]
+        if len(own) and (value.dtype.kind in "iuO" or len(counts) <= _FEW):
+            self.bits += len(own) - int(counts.max())
         if 2 * len(own) >= flat.size:
             fresh = {*np.unique(own)[:64].tolist()} - self.values
             self.bits += (16.0 if value.dtype.kind not in "iuO" else 3.0) * len(fresh)
@@ -149,12 +162,18 @@ class Sampler:
             if not found and self.computed & {*named}:
                 raise Disagreement("ranks compute another value")
             computed |= self.computed
-            wanted = [name for name in wanted if all(held.term != name for held in found)]
+            wanted = [name for name in wanted if not self._is_found(name, found)]
             if not wanted:
                 break
         if not found and computed & {*added}:
             raise Disagreement("ranks add up another value")
         return found
+
+    def _is_found(self, name: str, found: Sequence[Held]) -> bool:
+        """True if a result is related; an output of the model, to the tensor of ranks with its
+        name."""
+        is_port = name in self.model.outputs and name in self.ranks.makers
+        return any(held.term == name and (held.name == name or not is_port) for held in found)
 
     def _check_kept(self, window: Window) -> None:
         """Integers and Booleans tell little of the real numbers that they are made from: these must
@@ -213,9 +232,10 @@ class Sampler:
         return any(_DAMAGED < share < 1 for share in shares)
 
     def _numbers(self, window: Window, dtype: np.dtype[Any]) -> Array:
-        """The numbers of constants and attributes of the model in a window, and 1 and 0."""
-        floats = list(self._attributes(window))
-        found = [np.array([0.0, 1.0, -1.0, *floats, *(-v for v in floats)], dtype)]
+        """The numbers of constants and attributes of the model in a window, 1 and 0, and the ends
+        of the type, which stand for infinity."""
+        floats = [0.0, 1.0, float(np.finfo(dtype).max), *self._attributes(window)]
+        found = [np.array([*floats, *(-number for number in floats)], dtype)]
         for term in window.reads:
             is_small = term in self.model.constants and (
                 math.prod(self.model.constants.shape(term)) <= MOST_COMPARED
@@ -235,13 +255,18 @@ class Sampler:
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window
-        reads: a mean of some elements counts for as many."""
+        reads: a mean of some elements counts for as many. So is 1 by the root of a divisor: the
+        scale of heads of so many elements."""
         sizes: set[int] = set()
         for term in window.reads:
             shape = self.model.shapes.get(term, ())
             sizes |= {*shape, math.prod(shape), *map(math.prod, pairwise(shape))}
         shares = (number * size for size in sizes)
-        return any(share and abs(share - round(share)) < 1e-6 * abs(share) for share in shares)
+        root = number**-2 if number > 0 else 0.0
+        is_root = 1 <= root < MOST_ELEMENTS and abs(root - round(root)) < 1e-6 * root
+        return (is_root and any(size % round(root) == 0 for size in sizes)) or any(
+            share and abs(share - round(share)) < 1e-6 * abs(share) for share in shares
+        )
 
     def _closure(self, window: Window, with_collectives: bool, most: int) -> list[RankNode]:
         """The first nodes of ranks that compute from the tensors which the window reads, and from
@@ -388,7 +413,8 @@ class Sampler:
         kinds = {each.attrs.get("to") for each in (*window.nodes, *(n.first for n in nodes))}
         kinds |= {self.model.types.get(name, 1) for name in window.reads}
         exact = [h for h in found if self._has_exact_numbers(window, h)]
-        if draws.is_exact or kinds & _NARROW or not exact:
+        is_rounded = any(node.kind in _DEFINED for node in window.nodes)
+        if draws.is_exact or kinds & _NARROW or is_rounded or not exact:
             return []
         wrong: dict[int, Held] = {}
         for number in range(MOST_DRAWS, MOST_DRAWS + 3):
@@ -432,6 +458,8 @@ class Sampler:
         """True if ranks together hold all elements: less may be a tensor by accident, of which the
         model's is a longer one."""
         shape = self.model.shapes.get(held.term)
+        if shape is not None and len(shape) != len(held.dims):
+            return False  # an If whose branches have results of other ranks
         return shape is None or covers(held.dims, shape, self.ranks.size)
 
     def _computed(
@@ -516,9 +544,10 @@ class Sampler:
                     continue
                 if own[0][name].dtype != value.dtype:
                     continue
+                sizes = [tuple(shape[axis] for shape in shapes) for axis in range(value.ndim)]
                 choices = [
-                    self.families.known(size, tuple(shape[axis] for shape in shapes))
-                    for axis, size in enumerate(value.shape)
+                    self.families.known(size, own) or self.families.coarse(size, own)
+                    for size, own in zip(value.shape, sizes, strict=True)
                 ]
                 for dims in islice(product(*choices), _MOST_WAYS):
                     yield Held(term, name, dims)

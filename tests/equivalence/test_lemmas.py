@@ -80,6 +80,11 @@ OPS = {
     "Tanh": Op("Tanh", [draw(4, 6)]),
     "Where": Op("Where", [draw(4, 6) > 0, draw(4, 6), draw(6)]),
     "Cast": Op("Cast", [draw(4, 6)], {"to": 11}),
+    "CastLike": Op("CastLike", [draw(4, 6), np.zeros(3, np.float64)]),
+    "BitShift": Op(
+        "BitShift", [np.arange(24, dtype=np.uint8).reshape(4, 6), np.ones(6, np.uint8)],
+        {"direction": "LEFT"},
+    ),
     "MatMul": Op("MatMul", [draw(2, 4, 6), draw(6, 5)]),
     "MatMul of batches": Op("MatMul", [draw(2, 3, 4, 6), draw(3, 6, 5)]),
     "MatMul of vectors": Op("MatMul", [draw(6), draw(6, 5)]),
