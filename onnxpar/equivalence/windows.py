@@ -520,11 +520,10 @@ class Sampler:
         }
         for term in window.reads:
             for held in self.relations.by_term.get(term, ()):
-                if held.name in read or any(part.op != "sum" for part in held.partial):
+                if held.name in read:
                     continue
-                for rank, part in enumerate(
-                    parts_of(held, values[term], self.ranks.size, draws, number)
-                ):
+                parts = parts_of(held, values[term], self.ranks.size, draws, number)
+                for rank, part in enumerate(parts):
                     own[rank].setdefault(held.name, part)
         for name in read:
             for rank, each in enumerate(self.ranks.constants(name) or ()):
@@ -624,30 +623,29 @@ def group_of(held: Held, rank: int, ranks: int) -> list[int] | None:
     return group if is_all else None
 
 
-def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) -> Iterator[Array]:
-    """What each rank holds of a value; parts of a sum are drawn."""
+def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) -> list[Array]:
+    """What each rank holds of a value; parts of a sum are drawn. Empty for parts of another
+    reduction, and of a sum that no ranks have together."""
     wholes = [
         value[np.ix_(*(f.spans[rank] for f in held.dims))] if held.dims else value
         for rank in range(ranks)
     ]
     if not held.partial:
-        yield from wholes
-        return
-    if value.dtype == bool:
-        raise NotComputed(f"{held.name} is a part of a sum of truths")
+        return wholes
+    if any(part.op != "sum" for part in held.partial) or value.dtype == bool:
+        return []
     parts: dict[int, Array] = {}
     for rank in range(ranks):
         if rank in parts:
             continue
         group = group_of(held, rank, ranks)
         if group is None:
-            raise NotComputed(f"{held.name} is a part of a sum that no ranks have together")
+            return []
         for member in group[1:]:
             parts[member] = draws.like(wholes[member], f"{held.name}.{member}", number)
         rest = np.sum([parts[m] for m in group[1:]], axis=0, dtype=value.dtype) if group[1:] else 0
         parts[rank] = np.asarray(wholes[rank] - rest, value.dtype)
-    for rank in range(ranks):
-        yield parts[rank]
+    return [parts[rank] for rank in range(ranks)]
 
 
 def _some(flat: Array) -> Array:
