@@ -76,11 +76,6 @@ def test_mixtures(name: str, layout: str, tmp_path: Path) -> None:
     check(MODELS / "experts" / f"{name}.onnx", tmp_path, layout)
 
 
-def test_bags(tmp_path: Path) -> None:
-    """Ranks' parts of a sum that no ranks have together are in no window."""
-    check(MODELS / "bags" / "offsets.legacy.onnx", tmp_path, "4")
-
-
 @pytest.mark.slow
 def test_exchanged_tokens(tmp_path: Path) -> None:
     """Tokens travel to the ranks of their experts."""
