@@ -55,5 +55,8 @@ def test_computed_constants() -> None:
     assert same_numbers(nearly, exact, spans)
     assert same_numbers(nearly[7:9], exact, [np.arange(7, 9)])
     assert not same_numbers(exact + np.float32(1e-5), exact, spans)
+    frequencies = np.float32(1e6) ** (-np.linspace(0, 1, 32, dtype=np.float32))
+    wrong = np.where(np.arange(32) == 31, frequencies * np.float32(1.1), frequencies)
+    assert not same_numbers(wrong, frequencies, [np.arange(32)])
     mask = np.array([0.0, np.finfo(np.float32).min], np.float32)
     assert not same_numbers(mask + np.array([1, 0], np.float32), mask, [np.arange(2)])
