@@ -111,7 +111,8 @@ def _some(size: int) -> Array:
 
 def same_numbers(own: Array, whole: Array, spans: Sequence[Array]) -> bool:
     """True if an array has the numbers of another at these positions, but for the rounding of what
-    computed both. Only where numbers change their sign, as sines do, may one near zero lose bits."""
+    computed both. Where numbers change their sign, as sines do, one near zero may lose
+    bits."""
     if own.dtype != whole.dtype or own.dtype.kind != "f" or own.shape != tuple(map(len, spans)):
         return False
     part = whole[_index(spans)]
