@@ -274,7 +274,10 @@ class Collectives:
             yield replace(held, name=first.outputs[0], dims=self._cut(node, held))
         elif first.op == "Gather" and self.ranks.is_constant(first.inputs[1]):
             values = self.ranks.constants(first.inputs[1]) or []
-            axis = place_of(int(first.attrs.get("axis", 0)), len(held.dims))
+            given = {*node.attrs("axis", self.ranks.programs)}
+            if len(given) != 1:
+                raise NotShown(f"ranks have other axes of {first.name!r}")
+            axis = place_of(int(given.pop()), len(held.dims))
             if all(value.ndim == 1 for value in values):
                 spans = [s[v] for s, v in zip(held.dims[axis].spans, values, strict=True)]
                 yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -104,6 +105,30 @@ class Families:
                 found += [f for f in families if f.fits(size)]
         pairs = ([*zip(family.spans, sizes, strict=True)] for family in found)
         return [self.of(s if len(s) else np.arange(n) % size for s, n in own) for own in pairs]
+
+    def possible(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
+        """The families that ranks may have of a dimension: known ones, and those that follow from
+        known ones of longer or shorter dimensions."""
+        others = [*self.coarse(size, sizes), *self.stretched(size, sizes)]
+        return list(dict.fromkeys([*self.known(size, sizes), *others]))
+
+    def stretched(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
+        """Families in which ranks have parts in the order of those of a known one, one behind the
+        other: rows of an image, after a convolution."""
+        found = []
+        for family in [own for families in self._known.values() for own in families]:
+            counts: dict[int, set[int]] = {}
+            for span, count in zip(family.spans, sizes, strict=True):
+                counts.setdefault(id(span), set()).add(count)
+            parts = {id(span): span for span in family.spans}
+            order = sorted(parts, key=lambda part: (*parts[part][:1], len(parts[part])))
+            if len(order) < 2 or any(len(own) > 1 for own in counts.values()):
+                continue
+            ends = dict(zip(order, accumulate(min(counts[part]) for part in order), strict=True))
+            if ends[order[-1]] == size:
+                pairs = zip(map(id, family.spans), sizes, strict=True)
+                found.append(self.of(np.arange(ends[part] - n, ends[part]) for part, n in pairs))
+        return found
 
     def coarse(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
         """Families of these sizes of which known ones hold several elements for each position:

@@ -159,7 +159,9 @@ class Trace:
 
     def _cast(self, node: RankNode) -> _Numbers:
         """Ranks cast parts of a sum to fewer bits before they add them up, and the sum back."""
-        result, to = node.first.outputs[0], int(node.first.attrs["to"])
+        result, (to, *others) = node.first.outputs[0], {own.attrs["to"] for own in node.nodes}
+        if others:
+            raise NotShown(f"ranks cast {result!r} to other types")
         changed = []
         for own in self._of(node.first.inputs[0]):
             starts, kinds = own.starts, own.starts // _PLACES

@@ -58,7 +58,7 @@ MOST_KEPT = 200
 """The most nodes of ranks in a window that is kept."""
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
-_MOST_WAYS = 64
+_MOST_WAYS = 400
 _FEW = 4
 """The most different values of reals that are counted like whole numbers."""
 
@@ -545,7 +545,7 @@ class Sampler:
                     continue
                 sizes = [tuple(shape[axis] for shape in shapes) for axis in range(value.ndim)]
                 choices = [
-                    self.families.known(size, own) or self.families.coarse(size, own)
+                    self.families.possible(size, own)
                     for size, own in zip(value.shape, sizes, strict=True)
                 ]
                 for dims in islice(product(*choices), _MOST_WAYS):

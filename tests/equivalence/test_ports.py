@@ -315,3 +315,16 @@ def test_a_cut_of_what_data_size(stop: int, ok: bool, tmp_path: Path) -> None:
     values = {"start": np.array([0]), "stop": np.array([20]), "axis": np.array([1])}
     rank = (model, {**values, "stop": np.array([stop])})
     assert verified(tmp_path, (model, values), [rank] * 2, TP).ok is ok
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_axis_of_one_rank(axis: int, tmp_path: Path) -> None:
+    """Ranks take their rows; the second one takes columns, which nothing else tells."""
+    model = "g (float[4,4] x) => (float[4,4] y) { y = Relu(x) }"
+    text = """g (float[4,4] x) => (float[4,4] y) {
+        own = Gather<axis=AXIS>(x, rows) r = Relu(own) y = AllGather(r) }"""
+    ranks = [
+        (text.replace("AXIS", f"{rank * axis}"), {"rows": np.array([2 * rank, 2 * rank + 1])})
+        for rank in range(2)
+    ]
+    assert verified(tmp_path, (model, {}), ranks, TP).ok is (axis == 0)
