@@ -36,6 +36,14 @@ _GROWING = frozenset(["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneH
 """Ops whose results may be much larger than their operands, by the values of these."""
 _NO_TENSORS = frozenset(["SequenceEmpty", "SequenceConstruct", "SplitToSequence", "Optional"])
 """Ops that make something else than a tensor from tensors."""
+_EXACT = """
+Abs Add And Cast Ceil Clip Concat Constant ConstantOfShape DequantizeLinear Div Equal Expand
+EyeLike Flatten Floor Gather GatherElements GatherND Greater GreaterOrEqual Identity Less
+LessOrEqual Max Min Mul Neg Not OneHot Or Pad QuantizeLinear Range Reciprocal Reshape Round
+ScatterElements ScatterND Shape Sign Size Slice Split Sqrt Squeeze Sub Tile Transpose Trilu
+Unsqueeze Where
+"""
+"""Ops whose results have the same bits in any shape."""
 _SIZES = frozenset([("", "Shape"), ("", "Size")])
 """Ops that read nothing but a shape."""
 MOST_ELEMENTS = 1 << 24
@@ -128,7 +136,7 @@ def _take_branches(program: Program) -> bool:
             continue
         names |= body.own
         for name, value in body.constants.items():
-            program.constants.add(name, value, is_given=True)
+            program.constants.add(name, value)
         nodes += body.nodes
         for name, inner in zip(node.outputs, body.outputs, strict=True):
             if name:
@@ -185,8 +193,9 @@ def _move(node: Node, program: Program) -> bool:
         results = move(node, data, values[count:])
     except (NotShown, ValueError, IndexError, TypeError):
         return False
+    is_rounded = any(program.constants.is_rounded(name) for name in node.inputs)
     for name, value in zip(node.outputs, results, strict=True):
-        program.constants.add(name, value)
+        program.constants.add(name, value, is_rounded)
     return True
 
 
@@ -271,10 +280,14 @@ def _fill(node: Node, program: Program) -> bool:
 def _compute(
     nodes: Sequence[Node], wanted: Sequence[str], program: Program, computed: Known
 ) -> None:
-    given = {name for node in nodes if node.op == "Constant" for name in node.outputs}
+    rounded: set[str] = set()
+    for node in nodes:
+        is_exact = node.domain == "" and node.op in _EXACT.split()
+        read = any(name in rounded or program.constants.is_rounded(name) for name in node.inputs)
+        rounded |= {*node.outputs} if read or not is_exact else set()
     if wanted:
         for name, value in zip(wanted, _run(nodes, wanted, program, computed), strict=True):
-            program.constants.add(name, value, name in given)
+            program.constants.add(name, value, name in rounded)
 
 
 def _run(

@@ -22,6 +22,9 @@ from onnxpar.equivalence.program import RANDOM, Node, Program, Shape, default
 from onnxpar.equivalence.ranks import RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family, places_of
 
+MOST_MEANS = 1 << 22
+"""The most elements of a mean over several dimensions of which ranks have parts."""
+
 
 class NotShown(Exception):
     """The conditions of a lemma do not hold; the text says which."""
@@ -343,7 +346,7 @@ def reduce(kind: str, is_linear: bool) -> Lemma:
                 sizes.append(size)
                 continue
             if not family.is_whole(size):
-                if not kind or partial or (split and kind == "mean"):
+                if not kind or partial:
                     raise NotShown(f"dimension {axis} of {held.term!r} must be whole")
                 if kind in ("max", "min", "mean") and 0 in family.sizes:
                     raise NotShown(f"a rank has no element of the {kind}")
@@ -352,20 +355,27 @@ def reduce(kind: str, is_linear: bool) -> Lemma:
                 dims.append(case.families.whole(1))
                 sizes.append(1)
         if split:
-            partial = (Partial(kind, *_together(case, held, split)),)
+            partial = (Partial(kind, *_together(case, held, split, kind)),)
         return [Result(0, tuple(dims), tuple(sizes), partial)]
 
     return show
 
 
-def _together(case: Case, held: Held, split: Sequence[tuple[Family, int]]) -> tuple[Family, int]:
+def _together(
+    case: Case, held: Held, split: Sequence[tuple[Family, int]], kind: str
+) -> tuple[Family, int]:
     """What ranks hold of several dimensions together, and of how many: of one, its positions; of
-    more, places of pieces that each rank holds wholly or not at all."""
+    more, places of pieces that each rank holds wholly or not at all; of a mean, in which they count
+    by their sizes, places of positions."""
     if len(split) == 1:
         return split[0]
     if any(len(np.unique(s)) != len(s) for family, _ in split for s in family.spans):
         raise NotShown(f"a rank holds a position of {held.term!r} twice")
     pieces = [family.pieces(size) for family, size in split]
+    if kind == "mean":
+        pieces = [([*family.spans], size) for family, size in split]
+        if math.prod(size for _, size in split) > MOST_MEANS:
+            raise NotShown(f"a mean of too many elements of {held.term!r}")
     counts = [count for _, count in pieces]
     spans = zip(*(own for own, _ in pieces), strict=True)
     family = case.families.of(places_of(own, counts).reshape(-1) for own in spans)

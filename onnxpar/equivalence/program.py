@@ -133,7 +133,7 @@ class Constants:
     def __init__(self, stored: Mapping[str, TensorProto], folder: Path, files: WeightFiles) -> None:
         self._stored = stored
         self._values: dict[str, Array] = {}
-        self._given: set[str] = set()
+        self._rounded: set[str] = set()
         self._folder, self._files = folder, files
 
     def __contains__(self, name: str) -> bool:
@@ -156,20 +156,21 @@ class Constants:
             return tuple(self._stored[name].dims)
         return self._values[name].shape
 
-    def add(self, name: str, value: Array, is_given: bool = False) -> None:
-        """Adds a value that is computed from other constants, or that a node gives."""
+    def add(self, name: str, value: Array, is_rounded: bool = False) -> None:
+        """Adds a value that is computed from other constants; see `is_rounded`."""
         self._values[name] = value
-        if is_given:
-            self._given.add(name)
+        if is_rounded:
+            self._rounded.add(name)
 
     def is_in_file(self, name: str) -> bool:
         """True for a weight in another file than the graph."""
         tensor = self._stored.get(name)
         return tensor is not None and tensor.data_location == TensorProto.EXTERNAL
 
-    def is_computed(self, name: str) -> bool:
-        """True for a value that is computed from other constants."""
-        return name not in self._stored and name not in self._given
+    def is_rounded(self, name: str) -> bool:
+        """True for a value that is computed by ops whose last bits may depend on the shapes of what
+        they read."""
+        return name in self._rounded
 
     def kind(self, name: str) -> int:
         """The element type of an initializer."""
@@ -184,14 +185,14 @@ class Constants:
         stored = {name: t for name, t in self._stored.items() if name not in body.own}
         found = Constants({**stored, **body.stored}, self._folder, self._files)
         found._values = {name: v for name, v in self._values.items() if name not in body.own}
-        found._given = self._given - body.own
+        found._rounded = self._rounded - body.own
         return found
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives constants other names, no two the same."""
         self._stored = {names.get(name, name): t for name, t in self._stored.items()}
         self._values = {names.get(name, name): value for name, value in self._values.items()}
-        self._given = {names.get(name, name) for name in self._given}
+        self._rounded = {names.get(name, name) for name in self._rounded}
 
     def _read(self, tensor: TensorProto) -> Array:
         if tensor.data_location != TensorProto.EXTERNAL:

@@ -158,7 +158,8 @@ class Walk:
         except (NotShown, NotComputed, KeyError, IndexError):
             return False
         for program, value in zip(self.ranks.programs, values, strict=True):
-            program.constants.add(result, value[node.first.outputs[0]])
+            is_rounded = program.constants.is_rounded(inputs[0])
+            program.constants.add(result, value[node.first.outputs[0]], is_rounded)
         self.ranks.forget()
         return True
 

@@ -112,14 +112,14 @@ class Weights:
         have zeros in place of some; None if it is something else."""
         whole, files = self.model.constants[term], self.bundle.files
         owns = [program.constants[name] for program in self.ranks.programs]
-        is_computed = self.model.constants.is_computed(term) and all(
-            program.constants.is_computed(name) for program in self.ranks.programs
+        is_rounded = self.model.constants.is_rounded(term) and all(
+            program.constants.is_rounded(name) for program in self.ranks.programs
         )
         holds = []
         for rank, own in enumerate(owns):
             spans = [family.spans[rank] for family in dims]
             is_same = files.is_same(own, whole, spans, self.bundle.compared)
-            holds.append(is_same or (is_computed and same_numbers(own, whole, spans)))
+            holds.append(is_same or (is_rounded and same_numbers(own, whole, spans)))
         is_number = all(own.dtype == whole.dtype and own.dtype.kind in "fiu" for own in owns)
         partial: tuple[Partial, ...] | None = () if all(holds) else None
         if partial is None and is_number:

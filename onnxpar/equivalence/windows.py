@@ -369,6 +369,7 @@ class Sampler:
         self.computed = set()
         kept: list[Held] | None = None
         draws = Draws(self.model, window.nodes, self._edges(window), self.seed, self.draw_ranges)
+        draws.is_exact &= all(self._is_whole(name) for name in window.reads)
         evidence: dict[str, _Evidence] = {name: _Evidence() for name in wanted}
         for number in range(MOST_DRAWS):
             values, results = self._computed(window, draws, number, wanted)
@@ -403,6 +404,14 @@ class Sampler:
         wrong = self._refuted(window, nodes, found, draws)
         self.computed |= {held.name for held in wrong}
         return [h for h in found if h not in wrong]
+
+    def _is_whole(self, name: str) -> bool:
+        """False for a constant of the model that has other numbers than whole ones."""
+        constants = self.model.constants
+        if name not in constants or self.weights.is_believed(constants, name):
+            return True
+        value = constants[name]
+        return value.dtype.kind != "f" or bool((value == np.round(value)).all())
 
     def _refuted(
         self, window: Window, nodes: Sequence[RankNode], found: Sequence[Held], draws: Draws

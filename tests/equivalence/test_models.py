@@ -76,6 +76,17 @@ def test_mixtures(name: str, layout: str, tmp_path: Path) -> None:
     check(MODELS / "experts" / f"{name}.onnx", tmp_path, layout)
 
 
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("mesh", ["a=2,b=2", "a=5,b=1", "a=1,b=3"])
+@pytest.mark.parametrize("name, port", [("resnet", "pixel_values"), ("unet", "sample")])
+def test_images_split_along_space(name: str, port: str, mesh: str, tmp_path: Path) -> None:
+    """Ranks exchange edges, and have other numbers of rows after each convolution."""
+    model, par = MODELS / f"{name}.dynamo.static.onnx", tmp_path / "m.par"
+    onnxpar.shard(model, par, mesh=mesh, strategy={"tensors": {port: [None, None, "a", "b"]}})
+    result = onnxpar.verify(model, par)
+    assert result.ok, result.text()
+
+
 @pytest.mark.slow
 def test_exchanged_tokens(tmp_path: Path) -> None:
     """Tokens travel to the ranks of their experts."""
