@@ -37,7 +37,7 @@ VERIFY = "result = onnxpar.verify(model, par, weights={weights!r}); assert resul
 CHILD = """
 import resource, sys, time
 from pathlib import Path
-import onnx, onnxpar, onnxruntime, onnxpar.equivalence.verify
+import onnx, onnxpar.api, onnxruntime, onnxpar.equivalence.verify
 model, par = map(Path, sys.argv[1:])
 start = time.perf_counter()
 {work}
