@@ -159,7 +159,7 @@ class Trace:
 
     def _cast(self, node: RankNode) -> _Numbers:
         """Ranks cast parts of a sum to fewer bits before they add them up, and the sum back."""
-        result, (to, *others) = node.first.outputs[0], {own.attrs["to"] for own in node.nodes}
+        result, (to, *others) = node.first.outputs[0], {own.attrs.get("to") for own in node.nodes}
         if others:
             raise NotShown(f"ranks cast {result!r} to other types")
         changed = []

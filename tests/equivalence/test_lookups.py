@@ -28,9 +28,7 @@ ENDS = (0, 3, 7)
 """Where the rows of the two ranks begin and end."""
 
 
-def rank_graph(rank: int, low: int, high: int, count: int, fill: float) -> onnx.ModelProto:
-    """Looks up rows from `low` to `high` of a table of `count` rows; the others are `fill`."""
-    body = """
+PLACES = """
     wrapped = Add (ids, count)
     negative = Less (ids, zero)
     positive = Where (negative, wrapped, ids)
@@ -38,7 +36,13 @@ def rank_graph(rank: int, low: int, high: int, count: int, fill: float) -> onnx.
     after = GreaterOrEqual (positive, low)
     before = Less (positive, high)
     has = And (after, before)
-    safe = Where (has, place, zero)
+"""
+"""The place of an index among the rows of a rank, and whether it has that row."""
+
+
+def rank_graph(rank: int, low: int, high: int, count: int, fill: float) -> onnx.ModelProto:
+    """Looks up rows from `low` to `high` of a table of `count` rows; the others are `fill`."""
+    body = f"""{PLACES}    safe = Where (has, place, zero)
     column = Unsqueeze (has, last)
     rows = Gather <axis = 0> (table, safe)
     result = Where (column, rows, fill)
@@ -105,15 +109,7 @@ def adding(
 ) -> onnx.ModelProto:
     """Adds to rows from `low` to `high` of a rank, and what belongs to others to the place `other`;
     `more` rows are added, and `kept` of all are kept."""
-    body = f"""
-    wrapped = Add (ids, count)
-    negative = Less (ids, zero)
-    positive = Where (negative, wrapped, ids)
-    place = Sub (positive, low)
-    after = GreaterOrEqual (positive, low)
-    before = Less (positive, high)
-    has = And (after, before)
-    safe = Where (has, place, other)
+    body = f"""{PLACES}    safe = Where (has, place, other)
     padded = Pad (rows, pads)
     total = ScatterElements <axis = 0, reduction = "{reduction}"> (padded, safe, updates)
     result = Slice (total, start, kept, first)
