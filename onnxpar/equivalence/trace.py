@@ -160,7 +160,7 @@ class Trace:
     def _cast(self, node: RankNode) -> _Numbers:
         """Ranks cast parts of a sum to fewer bits before they add them up, and the sum back."""
         result, (to, *others) = node.first.outputs[0], {own.attrs.get("to") for own in node.nodes}
-        if others:
+        if others or to is None:
             raise NotShown(f"ranks cast {result!r} to other types")
         changed = []
         for own in self._of(node.first.inputs[0]):

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
+from typing import Any
 
 import numpy as np
 
+from onnxpar.base.arrays import Array
 from onnxpar.base.errors import ModelError
 from onnxpar.equivalence.bodies import Bodies
 from onnxpar.equivalence.collectives import Collectives
@@ -24,7 +26,15 @@ from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
 from onnxpar.equivalence.lookups import Lookups
 from onnxpar.equivalence.moves import MOVES
-from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, Shape, captured, infer
+from onnxpar.equivalence.program import (
+    MOST_FOLDED,
+    Constants,
+    Node,
+    Program,
+    Shape,
+    captured,
+    infer,
+)
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.trace import Trace
@@ -584,16 +594,11 @@ class Walk:
         so that what ranks hold of it they hold at any size."""
         largest = 10
         for program in (self.model, *self.ranks.programs):
-            for node in program.nodes:
-                values: list[object] = [*node.attrs.values()]
-                for name in node.inputs[1:]:
-                    if name in program.constants and len(program.constants.shape(name)) < 2:
-                        values.append(program.constants[name])
-                for value in values:
-                    own = np.asarray(value) if isinstance(value, int | list | np.ndarray) else None
-                    if own is not None and own.dtype.kind == "i" and own.size < 10:
-                        small = np.abs(own[np.abs(own) < _MOST_FREE])
-                        largest = max(largest, int(small.max(initial=0)))
+            for value in _numbers(program.nodes, program.constants):
+                own = np.asarray(value)
+                if own.dtype.kind == "i" and own.size < 10:
+                    small = np.abs(own[np.abs(own) < _MOST_FREE])
+                    largest = max(largest, int(small.max(initial=0)))
         return largest + 1
 
     def shape(self, name: str) -> Shape | None:
@@ -616,6 +621,20 @@ def _lemmas(node: Node) -> Iterator[tuple[str, Lemma]]:
         yield "lemma", lemma
     if node.domain != PLUGIN:
         yield "whole", whole
+
+
+def _numbers(nodes: Sequence[Node], constants: Constants) -> Iterator[int | list[Any] | Array]:
+    """Yields the attributes and constant operands that may be numbers, also those inside of
+    bodies."""
+    for node in nodes:
+        for value in node.attrs.values():
+            if isinstance(value, int | list | np.ndarray):
+                yield value
+        for name in node.inputs[1:]:
+            if name in constants and len(constants.shape(name)) < 2:
+                yield constants[name]
+        for body in node.bodies.values():
+            yield from _numbers(body.nodes, constants.inside(body))
 
 
 def _holdings(held: Held, shape: Shape) -> str:

@@ -328,3 +328,15 @@ def test_an_axis_of_one_rank(axis: int, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert verified(tmp_path, (model, {}), ranks, TP).ok is (axis == 0)
+
+
+@pytest.mark.parametrize("stop, ok", [(20, True), (21, False)])
+def test_a_cut_in_a_branch_of_what_data_size(stop: int, ok: bool, tmp_path: Path) -> None:
+    """The cut is in a body, and its end is a constant of the body."""
+    text = """g (float[4,6] x, bool c) => (int64[2,K] y) {
+        at = NonZero(x) y = If (c) <then_branch = t () => (int64[2,L] p) {
+            start = Constant<value_ints=[0]>() stop = Constant<value_ints=[STOP]>()
+            axis = Constant<value_ints=[1]>() p = Slice(at, start, stop, axis) },
+        else_branch = e () => (int64[2,M] q) { q = Identity(at) }> }"""
+    model, rank = (text.replace("STOP", str(end)) for end in (20, stop))
+    assert verified(tmp_path, (model, {}), [(rank, {})] * 2, TP).ok is ok
